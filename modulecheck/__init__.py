@@ -1,0 +1,1 @@
+"""Eager against `torch.compile`, module by module. Under construction: see CHANGELOG."""

@@ -1,0 +1,311 @@
+"""Frozen results: what every reader (logs, report, review, drill-down) is built on.
+
+Nothing here holds a tensor or imports torch. A record is made once, after its call was judged, and
+never changes. `to_json` and `from_json` are the one place that knows how a record looks in a log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = [
+    "PHASES",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "CallCount",
+    "Coverage",
+    "Metrics",
+    "OpRecord",
+    "SkipReason",
+    "UncheckedSignature",
+    "Verdict",
+    "from_json",
+    "session_verdict",
+    "to_json",
+]
+
+SCHEMA = "opcheck.log"
+SCHEMA_VERSION = 1
+PHASES = ("forward", "recompute", "backward", "optimizer", "other")
+
+
+class Verdict(str, Enum):
+    """Of a call, a module, or a session."""
+
+    PASS = "PASS"  # noqa: S105 - a verdict, not a password
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class SkipReason(str, Enum):
+    """Why a call was seen and not checked."""
+
+    LAYOUT = "layout"
+    """Views, layout and memory ops: nothing is computed."""
+    RANDOM = "random"
+    """The op drew random numbers."""
+    UNINITIALIZED = "uninitialized"
+    """The result is memory that nobody has written yet (`empty`, `resize_`)."""
+    OUT_VARIANT = "out_variant"
+    NO_CPU_KERNEL = "no_cpu_kernel"
+    """The op is of another namespace and has no kernel for the CPU."""
+    SIDE_EFFECT = "side_effect"
+    """Running the op again would do something outside the step (collectives, profiler marks)."""
+    BUDGET_USED_UP = "budget_used_up"
+    ALREADY_LOGGED = "already_logged"
+    """`log_once`: a registered kernel is not checked again after its first logged failure."""
+    TOO_LARGE = "too_large"
+    UNSUPPORTED_TYPE = "unsupported_type"
+    """Sparse, quantized, nested, fake, meta tensors, subclasses, dtypes without a float64 twin."""
+    EXCLUDED = "excluded"
+    """By `include` or `exclude`."""
+    OUTSIDE_MODULES = "outside_modules"
+    OUTSIDE_STEPS = "outside_steps"
+    REFERENCE_NOT_AVAILABLE = "reference_not_available"
+    """No kernel computes the reference for these arguments."""
+    NO_INDEPENDENT_REFERENCE = "no_independent_reference"
+    """Only the kernel under test itself could play the reference (integers on CPU, mostly)."""
+    NOTHING_TO_COMPARE = "nothing_to_compare"
+    """The op gives no value back (assertions, empty results)."""
+    OP_RAISED = "op_raised"
+    """The op itself raised; the exception went on to the caller."""
+    INSIDE_COMPILED_REGION = "inside_compiled_region"
+    """A compiled region ran; its fused kernels cannot be seen one by one."""
+    NOT_CHECKABLE = "not_checkable"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_computation(self) -> bool:
+        """False when the skipped call computes nothing that could be wrong."""
+        return self not in (
+            SkipReason.LAYOUT,
+            SkipReason.UNINITIALIZED,
+            SkipReason.NOTHING_TO_COMPARE,
+            SkipReason.OP_RAISED,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Numbers of one comparison, of the worst output where a call has several."""
+
+    max_abs: float = 0.0
+    """Largest |actual - expected| over elements finite on both sides."""
+    mean_abs: float = 0.0
+    max_rel: float = 0.0
+    """Largest |actual - expected| / (|expected| + 1e-8)."""
+    q: float = 0.0
+    """Largest error as a share of what is allowed there: above 1 the element fails."""
+    rmse_ratio: float | None = None
+    """RMS error beside that of a correctly rounded result or of the same-dtype reference."""
+    mean_shift: float | None = None
+    """Mean signed error, in units of the spacing of the dtype (half) or of the allowance."""
+    num_out: int = 0
+    """Elements beyond their allowance."""
+    num_elements: int = 0
+    """Elements compared."""
+    num_nonfinite: int = 0
+    """Elements whose class (finite, NaN, +Inf, -Inf) differs from the reference's."""
+    worst_index: tuple[int, ...] | None = None
+    worst_output: int = 0
+    """Which output (or mutated argument) of the call the numbers are of."""
+    actual_at: float | complex | int | bool | None = None
+    expected_at: float | complex | int | bool | None = None
+    allowed_at: float | None = None
+    """Largest |actual - expected| that passes at `worst_index`."""
+    expected_rms: float | None = None
+    allclose: bool | None = None
+    """The documented criterion, computed whichever criterion judges."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """One checked call (or one whose checking crashed)."""
+
+    op: str
+    """Full overload name, `aten.gelu.default`."""
+    module: str = ""
+    """FQN of the module that ran it, "" for the root or for none."""
+    phase: str = "other"
+    index: int = 0
+    """n-th dispatched call of the run, from 0."""
+    step: int = 0
+    occurrence: int = 0
+    """n-th call of this op in this step, module and phase, from 0."""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    verdict: Verdict = Verdict.PASS
+    metrics: Metrics = field(default_factory=Metrics)
+    source: str = ""
+    reason: str = ""
+    """Why FAIL or INCONCLUSIVE, one sentence; "" for PASS."""
+    notes: tuple[str, ...] = ()
+    criterion: str = "calibrated"
+    rtol: float = 1e-4
+    atol: float = 1e-5
+    """The documented tolerances that apply to the call, widened ones included."""
+    reference: str = "float64"
+    error: str | None = None
+    """Traceback of a crash of ours; the verdict is then INCONCLUSIVE."""
+    run_id: str = ""
+    rank: int = 0
+
+    @property
+    def short_op(self) -> str:
+        """The documented spelling: `gelu`, `add.Tensor`."""
+        name = self.op.split(".", 1)[1] if "." in self.op else self.op
+        return name.removesuffix(".default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncheckedSignature:
+    """A computing op with argument types that was seen and never checked."""
+
+    op: str
+    signature: str
+    """Dtypes and layout classes of the tensor arguments, `float32:contiguous, int64:contiguous`."""
+    reason: SkipReason
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCount:
+    """Calls of one op in one module and phase."""
+
+    module: str
+    phase: str
+    op: str
+    seen: int = 0
+    checked: int = 0
+    failed: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What was seen, and what became of it: `seen == checked + sum(skipped) + errors`."""
+
+    seen: int = 0
+    checked: int = 0
+    failed: int = 0
+    errors: int = 0
+    skipped: Mapping[SkipReason, int] = field(default_factory=dict)
+    elements_seen: int = 0
+    """Elements of the results of computing ops."""
+    elements_checked: int = 0
+    signatures_seen: int = 0
+    """Computing ops with distinct argument types."""
+    signatures_checked: int = 0
+    unchecked_signatures: tuple[UncheckedSignature, ...] = ()
+    calls: tuple[CallCount, ...] = ()
+    counting_stopped_at: int | None = None
+    steps: int = 0
+    check_seconds: float = 0.0
+    """Time spent in checking, beside the step's own."""
+
+    @property
+    def adds_up(self) -> bool:
+        """True when every call is accounted for."""
+        return self.seen == self.checked + sum(self.skipped.values()) + self.errors
+
+
+def session_verdict(coverage: Coverage) -> tuple[Verdict, str]:
+    """The verdict of a whole session and, unless it is PASS, the reason in one sentence."""
+    if coverage.failed:
+        return Verdict.FAIL, f"{coverage.failed} of {coverage.checked} checked calls failed"
+    if coverage.errors:
+        return Verdict.INCONCLUSIVE, f"checking crashed in {coverage.errors} calls"
+    regions = coverage.skipped.get(SkipReason.INSIDE_COMPILED_REGION, 0)
+    if regions:
+        return (
+            Verdict.INCONCLUSIVE,
+            f"{regions} compiled regions ran whose kernels cannot be seen one by one;"
+            " compare them with modulecheck",
+        )
+    if not coverage.checked:
+        return Verdict.INCONCLUSIVE, "nothing was compared"
+    return Verdict.PASS, ""
+
+
+# ---- JSON: strict, so NaN and Inf are strings and complex numbers are objects -------------------
+
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, complex):
+        return {"re": _encode(value.real), "im": _encode(value.imag)}
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_json(value)
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return value
+
+
+def to_json(value: OpRecord | Metrics | Coverage | CallCount | UncheckedSignature) -> dict[str, Any]:
+    """The fields under their names, ready for `json.dumps(..., allow_nan=False)`."""
+    return {name: _encode(getattr(value, name)) for name in _field_names(type(value))}
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    names = _FIELDS.get(kind)
+    if names is None:
+        names = _FIELDS[kind] = tuple(item.name for item in dataclasses.fields(kind))
+    return names
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NONFINITE.get(value)
+    if isinstance(value, Mapping):
+        return complex(_number(value.get("re", 0.0)), _number(value.get("im", 0.0)))
+    return value
+
+
+def from_json(kind: type, data: Mapping[str, Any]) -> Any:
+    """Rebuild a record; unknown fields are ignored, missing ones take their defaults.
+
+    Raises:
+        TypeError, ValueError: a field has a value that the type cannot hold.
+    """
+    known = {name: data[name] for name in _field_names(kind) if name in data}
+    return kind(**{name: _decode(kind, name, value) for name, value in known.items()})
+
+
+def _decode(kind: type, name: str, value: Any) -> Any:
+    if kind is Metrics:
+        return tuple(value) if name == "worst_index" and value is not None else _number(value)
+    if name == "verdict":
+        return Verdict(value)
+    if name == "reason" and kind is UncheckedSignature:
+        return SkipReason(value)
+    if name == "metrics":
+        return from_json(Metrics, value)
+    if name == "skipped":
+        return {SkipReason(reason): int(count) for reason, count in value.items()}
+    if name == "unchecked_signatures":
+        return tuple(from_json(UncheckedSignature, item) for item in value)
+    if name == "calls":
+        return tuple(from_json(CallCount, item) for item in value)
+    return tuple(value) if isinstance(value, list) else value
