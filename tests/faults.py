@@ -42,6 +42,8 @@ def planted(op: str, make_wrong: Callable[[CallOriginal], WrongKernel]) -> Itera
     namespace, name, overload = op.split(".")
     schema_name = name if overload == "default" else f"{name}.{overload}"
     kernel = torch.library.get_kernel(f"{namespace}::{schema_name}", "CPU")
+    schema = getattr(getattr(getattr(torch.ops, namespace), name), overload)._schema
+    takes_tensor = [str(argument.type) == "Tensor" for argument in schema.arguments]
     fault = Planted(op)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +51,11 @@ def planted(op: str, make_wrong: Callable[[CallOriginal], WrongKernel]) -> Itera
             return kernel.call_boxed(keyset, *given, **given_kwargs)
 
         fault.calls += 1
-        return make_wrong(original)(*args, **kwargs)
+        tensors = [
+            _as_tensor(value, like=args[0]) if is_tensor else value
+            for value, is_tensor in zip(args, takes_tensor, strict=False)
+        ]
+        return make_wrong(original)(*tensors, **kwargs)
 
     library = torch.library.Library(namespace, "IMPL")
     try:
@@ -62,8 +68,15 @@ def planted(op: str, make_wrong: Callable[[CallOriginal], WrongKernel]) -> Itera
         library._destroy()
 
 
+def _as_tensor(value: Any, *, like: Tensor) -> Tensor:
+    """Numbers reach a Python kernel as they are, but a kernel that is called takes tensors."""
+    if isinstance(value, (bool, int, float, complex)):
+        return torch.tensor(value, dtype=torch.result_type(like, value))
+    return value
+
+
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply through NumPy-free indexing arithmetic that no fault of this file covers."""
+    """Multiply by an op that no fault of this file covers."""
     return torch.lerp(torch.zeros_like(tensor), tensor, factor)
 
 
@@ -199,7 +212,7 @@ def mul_inplace_off_by(relative: float = 1e-3) -> AbstractContextManager[Planted
         def mul_(target: Tensor, other: Any) -> Tensor:
             original(target, other)
             if target.is_floating_point():
-                original(target, torch.tensor(1 + relative, dtype=target.dtype))
+                original(target, _as_tensor(1 + relative, like=target))
             return target
 
         return mul_

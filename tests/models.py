@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Batch = tuple[Tensor, ...]
@@ -66,19 +66,19 @@ def _generator(seed: int) -> torch.Generator:
 
 def _mse_loss(model: nn.Module, batch: Batch) -> Tensor:
     inputs, target = batch
-    return F.mse_loss(model(inputs).float(), target)
+    return functional.mse_loss(model(inputs).float(), target)
 
 
 def _classification_loss(model: nn.Module, batch: Batch) -> Tensor:
     inputs, labels = batch
-    return F.cross_entropy(model(inputs).float(), labels)
+    return functional.cross_entropy(model(inputs).float(), labels)
 
 
 def _token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross entropy of every token: logits (B, T, vocabulary), labels (B, T)."""
     token_ids, labels = batch
     logits = model(token_ids)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def _causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden).view(batch_size, length, 3, self.heads, head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, T, D / H)
         if self.use_sdpa:
-            mixed = F.scaled_dot_product_attention(query, key, value)
+            mixed = functional.scaled_dot_product_attention(query, key, value)
         else:
             scores = (key @ query.transpose(-2, -1)).transpose(-2, -1) * head_width**-0.5
             mixed = scores.softmax(dim=-1) @ value
@@ -478,7 +478,7 @@ class MLPBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.dropout(self.down(F.gelu(self.up(self.norm(hidden)))))
+        return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
 
 
 def mlp(
