@@ -1,0 +1,361 @@
+"""A run, or one of its calls, as text and as markdown. Lead with the verdict, and of what."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from opcheck.printing import Style, number, style_for
+from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
+from opcheck.review import Run, Tally
+
+__all__ = ["call_lines", "one_line", "render", "spans"]
+
+MAX_ROWS = 20
+MAX_UNCHECKED = 8
+_VERDICT_COLOR = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.INCONCLUSIVE: "yellow"}
+_NUMBERS = frozenset({"seen", "checked", "failed", "max q", "call"})
+
+
+def render(
+    run: Run,
+    *,
+    width: int | None = None,
+    color: bool = False,
+    log_path: str | Path | None = None,
+    style: Style | None = None,
+    max_rows: int = MAX_ROWS,
+) -> str:
+    """The report of a run: verdict, first divergence, failing ops, coverage, what to do next.
+
+    `width` is in columns (None: those of the terminal); `log_path` is named in the commands.
+    """
+    style = style or style_for(sys.stdout, width=width, color=color)
+    blocks = [_head(run, style)]
+    blocks.append(_first_divergence(run, style))
+    if run.verdict is not Verdict.PASS:
+        blocks.append(_first_error(run, style))
+        blocks.append(_failing(run, style, max_rows))
+    blocks.append(_coverage(run, style))
+    blocks.append(_unchecked(run.coverage, style))
+    blocks.append(_next(run, style, log_path))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def one_line(run: Run, log_path: str | Path | None = None) -> str:
+    """The line that ends a session: verdict, of what, first divergence, where to read on."""
+    style = style_for(sys.stdout)
+    parts = [f"opcheck: {run.verdict.value}", _of_what(run)]
+    if run.verdict_reason and run.verdict is not Verdict.FAIL:
+        parts.append(run.verdict_reason)
+    first = run.first_divergence
+    if first is not None:
+        at = f" at {style.text(first.source, 80)}" if first.source else ""
+        parts.append(
+            f"first divergence: {style.text(first.op, 80)} in {_module(first, style, 80)},"
+            f" {style.text(first.phase, 20)}{at}"
+        )
+    if log_path is not None:
+        parts.append(f"opcheck review {_quoted(log_path)}")
+    return "; ".join(part for part in parts if part)
+
+
+# ---- the parts of the report --------------------------------------------------------------------
+
+
+def _module(record: OpRecord, style: Style, limit: int = 400) -> str:
+    return style.text(record.module, limit) if record.module else "<root>"
+
+
+def short_op(op: str) -> str:
+    """How an op is named in tables: `gelu`, `add.Tensor`; other namespaces stay."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def _quoted(path: str | Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _of_what(run: Run) -> str:
+    coverage = run.coverage
+    failed = f"{run.num_failed:,} failed, " if run.num_failed else ""
+    if not run.finished:
+        return f"{failed}{coverage.checked:,} calls checked, how many were seen is not known"
+    signatures = ""
+    if coverage.signatures_seen:
+        signatures = (
+            f" ({coverage.signatures_checked:,} of {coverage.signatures_seen:,}"
+            " computing signatures)"
+        )
+    return f"{failed}{coverage.checked:,} of {coverage.seen:,} calls checked{signatures}"
+
+
+def _head(run: Run, style: Style) -> list[str]:
+    verdict = style.paint(run.verdict.value, _VERDICT_COLOR[run.verdict])
+    lines = style.wrap(_of_what(run), "  ", f"opcheck: {run.verdict.value}: ")
+    lines[0] = lines[0].replace(run.verdict.value, style.paint(verdict, "bold"), 1)
+    if run.verdict is Verdict.INCONCLUSIVE:
+        lines += style.wrap(style.text(run.verdict_reason), "  ")
+    facts = []
+    if run.run_id:
+        facts.append(f"run {style.text(run.run_id, 60)}")
+    facts += _ranks(run)
+    if run.coverage.steps:
+        facts.append(_count(run.coverage.steps, "step"))
+    started = run.header.get("started")
+    if started:
+        facts.append(f"started {style.text(started, 40)}")
+    if facts:
+        lines += style.wrap(", ".join(facts), "  ")
+    if run.where is not None and str(run.where):
+        lines += style.wrap(f"only {style.text(run.where)}; verdict and coverage: whole run", "  ")
+    for warning in run.warnings:
+        lines += style.wrap(f"warning: {style.text(warning)}", "    ", "  ")
+    return lines
+
+
+def _ranks(run: Run) -> list[str]:
+    if len(run.ranks) > 1:
+        return [f"ranks {spans(run.ranks)}"]
+    world = run.header.get("world_size", 1)
+    return [f"rank {run.rank} of {world}"] if isinstance(world, int) and world > 1 else []
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3, 7`."""
+    parts: list[list[int]] = []
+    for value in sorted(numbers):
+        if parts and value == parts[-1][1] + 1:
+            parts[-1][1] = value
+        else:
+            parts.append([value, value])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _count(amount: int, noun: str) -> str:
+    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
+def _title(text: str, style: Style) -> str:
+    return style.paint(text, "bold")
+
+
+def _first_divergence(run: Run, style: Style) -> list[str]:
+    first = run.first_divergence
+    if first is None:
+        return []
+    return [_title("first divergence", style), *call_lines(first, style), *_rank_lines(run, style)]
+
+
+def _rank_lines(run: Run, style: Style) -> list[str]:
+    """On which ranks the first fault is: one alone, some, or all."""
+    first = run.first_divergence
+    if first is None or len(run.ranks) < 2:
+        return []
+    failing = {
+        group.rank
+        for group in run.groups
+        if group.failed
+        and (group.op, group.module, group.phase) == (first.op, first.module, first.phase)
+    }
+    if failing == set(run.ranks):
+        text = f"on all ranks ({spans(run.ranks)})"
+    else:
+        only = "only " if len(failing) == 1 else ""
+        others = spans(set(run.ranks) - failing)
+        noun = "rank" if len(failing) == 1 else "ranks"
+        text = f"on {only}{noun} {spans(failing)}; not on {others}"
+    return _field("ranks", text, style)
+
+
+def _field(name: str, text: str, style: Style) -> list[str]:
+    return style.wrap(text, " " * 13, f"  {name:<11}") if text else []
+
+
+def call_lines(record: OpRecord, style: Style) -> list[str]:
+    """One call: what, where, how far off."""
+    metrics = record.metrics
+    rank = f", rank {record.rank}" if record.rank else ""
+    where = f"{style.text(record.phase)}, step {record.step}, call {record.index}{rank}"
+    lines = _field("op", style.text(record.op), style)
+    lines += _field("module", f"{_module(record, style)} ({where})", style)
+    lines += _field("source", style.text(record.source), style)
+    lines += _field("worst", _worst(record, style), style)
+    if metrics.num_elements:
+        text = f"{metrics.num_out:,} of {metrics.num_elements:,} beyond what is allowed"
+        if metrics.num_nonfinite:
+            text += f"; {metrics.num_nonfinite:,} differ in being NaN or infinite"
+        lines += _field("elements", text, style)
+    lines += _field("rmse", _rmse(record), style)
+    documented = (
+        f"max_abs {metrics.max_abs:.3e}, mean_abs {metrics.mean_abs:.3e},"
+        f" max_rel {metrics.max_rel:.3e}"
+    )
+    if metrics.expected_rms is not None:
+        documented += f"; rms of the expected values {metrics.expected_rms:.3e}"
+    lines += _field("errors", documented, style)
+    for name, values in (("inputs", record.inputs), ("outputs", record.outputs)):
+        lines += _field(name, style.text(", ".join(values)), style)
+    judged = f"{record.criterion}, against {record.reference}"
+    if record.criterion == "allclose":
+        judged += f", rtol={record.rtol!r}, atol={record.atol!r}"
+    lines += _field("judged by", style.text(judged), style)
+    lines += _field("reason", style.text(record.reason, 1000), style)
+    for note in record.notes:
+        lines += _field("note", style.text(note, 1000), style)
+    return lines
+
+
+def _worst(record: OpRecord, style: Style) -> str:
+    metrics = record.metrics
+    text = f"q {number(metrics.q)}"
+    if metrics.worst_index is not None:
+        index = ", ".join(map(str, metrics.worst_index))
+        output = f" of output {metrics.worst_output}" if len(record.outputs) > 1 else ""
+        text += (
+            f" at [{index}]{output}: actual {number(metrics.actual_at)},"
+            f" expected {number(metrics.expected_at)}"
+        )
+        if metrics.allowed_at is not None:
+            text += f", allowed error {number(metrics.allowed_at)}"
+    return text + ("" if math.isnan(metrics.q) else " (q above 1 fails)")
+
+
+def _rmse(record: OpRecord) -> str:
+    metrics = record.metrics
+    parts = []
+    if metrics.rmse_ratio is not None:
+        parts.append(f"RMS error {metrics.rmse_ratio:.3g} times that of the baseline")
+    if metrics.mean_shift is not None:
+        parts.append(f"mean signed shift {metrics.mean_shift:.3g}")
+    return ", ".join(parts)
+
+
+def _first_error(run: Run, style: Style) -> list[str]:
+    record = run.first_error
+    if record is None:
+        return []
+    lines = [_title("checking crashed (opcheck's own error, not the program's), first:", style)]
+    lines += _field("op", style.text(record.op), style)
+    lines += _field("module", f"{_module(record, style)} (call {record.index})", style)
+    lines += _field("error", style.text((record.error or "").strip().split("\n")[-1]), style)
+    return lines
+
+
+def _failing(run: Run, style: Style, max_rows: int) -> list[str]:
+    failing = [group for group in run.groups if group.failed]
+    if not failing:
+        return []
+    rows: dict[tuple[str, str, str], Tally] = {}
+    for group in failing:
+        key = (group.op, group.module, group.phase)
+        rows.setdefault(key, Tally(name=group.op)).add(group)
+    ordered = sorted(rows.items(), key=lambda item: _first_order(item[1]))
+    head = ["op", "module", "phase", "failed", "max q", "call"]
+    if len(run.ranks) > 1:
+        head.append("ranks")
+    cells = []
+    for (op, module, phase), tally in ordered[:max_rows]:
+        _, call = _first_order(tally)
+        row = [short_op(op), module or "<root>", phase, f"{tally.failed:,}/{tally.checked:,}"]
+        row += [f"{tally.max_q:.3g}", str(call)]
+        if len(run.ranks) > 1:
+            row.append(spans(tally.failing_ranks))
+        cells.append(row)
+    lines = [_title("failing ops, first divergence first", style)]
+    lines += style.table(head, cells, numbers=_NUMBERS)
+    if len(ordered) > max_rows:
+        lines.append(f"  and {len(ordered) - max_rows:,} more")
+    return lines
+
+
+def _first_order(tally: Tally) -> tuple[int, int]:
+    first = tally.first_failure
+    return (first.step, first.index) if first is not None else (0, 0)
+
+
+_SKIP_WORDS = {
+    SkipReason.LAYOUT: "views, layout, memory: nothing is computed",
+    SkipReason.RANDOM: "drew random numbers",
+    SkipReason.UNINITIALIZED: "memory that nobody has written yet",
+    SkipReason.OUT_VARIANT: "out= variant",
+    SkipReason.NO_CPU_KERNEL: "no kernel for the CPU to compare with",
+    SkipReason.SIDE_EFFECT: "running it again would act outside the step",
+    SkipReason.BUDGET_USED_UP: "its signature was checked max_checks times",
+    SkipReason.ALREADY_LOGGED: "log_once: it has failed before",
+    SkipReason.TOO_LARGE: "a tensor above max_numel",
+    SkipReason.UNSUPPORTED_TYPE: "a tensor type or dtype without a reference",
+    SkipReason.EXCLUDED: "by include or exclude",
+    SkipReason.OUTSIDE_MODULES: "by modules",
+    SkipReason.OUTSIDE_STEPS: "by start_step or num_steps",
+    SkipReason.REFERENCE_NOT_AVAILABLE: "no reference for these arguments",
+    SkipReason.NO_INDEPENDENT_REFERENCE: "only the kernel itself could be the reference",
+    SkipReason.NOTHING_TO_COMPARE: "gives no value back",
+    SkipReason.OP_RAISED: "the op itself raised",
+    SkipReason.INSIDE_COMPILED_REGION: "inside a compiled region",
+    SkipReason.NOT_CHECKABLE: "not checkable",
+}
+
+
+def _coverage(run: Run, style: Style) -> list[str]:
+    coverage = run.coverage
+    if not run.finished:
+        text = f"{coverage.checked:,} checked, {coverage.errors:,} crashed, counted from the log"
+        return [_title("coverage", style), *style.wrap(text, "  ")]
+    skipped = sum(coverage.skipped.values())
+    sign = "=" if coverage.adds_up else "does NOT equal"
+    line = (
+        f"{coverage.seen:,} calls seen {sign} {coverage.checked:,} checked"
+        f" + {skipped:,} skipped + {coverage.errors:,} crashed"
+    )
+    lines = [_title("coverage", style), *style.wrap(line, "    ", "  ")]
+    if coverage.elements_seen:
+        share = 100 * coverage.elements_checked / coverage.elements_seen
+        lines.append(
+            f"  {coverage.elements_checked:,} of {coverage.elements_seen:,} elements ({share:.1f}%)"
+        )
+    ordered = sorted(coverage.skipped.items(), key=lambda item: -item[1])
+    rows = [[f"{count:,}", reason.value, _SKIP_WORDS[reason]] for reason, count in ordered if count]
+    if rows:
+        lines += style.table(["skipped", "reason", "meaning"], rows, numbers=frozenset({"skipped"}))
+    if coverage.counting_stopped_at is not None:
+        text = (
+            f"counting stopped after call {coverage.counting_stopped_at:,}: nothing later is seen"
+        )
+        lines += style.wrap(text, "    ", "  ")
+    if coverage.check_seconds:
+        lines.append(f"  {coverage.check_seconds:.2f} s spent checking, beside the step's own time")
+    return lines
+
+
+def _unchecked(coverage: Coverage, style: Style) -> list[str]:
+    unchecked = sorted(coverage.unchecked_signatures, key=lambda item: -item.calls)
+    if not unchecked:
+        return []
+    rows = [
+        [short_op(item.op), item.signature, item.reason.value, f"{item.calls:,}"]
+        for item in unchecked[:MAX_UNCHECKED]
+    ]
+    title = f"computing signatures never checked: {len(unchecked):,}"
+    lines = [_title(title, style)]
+    lines += style.table(["op", "arguments", "reason", "calls"], rows, numbers=frozenset({"calls"}))
+    if len(unchecked) > MAX_UNCHECKED:
+        lines.append(f"  and {len(unchecked) - MAX_UNCHECKED:,} more (--json lists all)")
+    return lines
+
+
+def _next(run: Run, style: Style, log_path: str | Path | None) -> list[str]:
+    if log_path is None or run.verdict is Verdict.PASS:
+        return []
+    log = _quoted(log_path)
+    first = run.first_divergence or run.first_error
+    lines = [_title("next", style)]
+    if first is not None:
+        lines.append(f"  opcheck review {log} --call {first.index}")
+    lines.append(f"  opcheck review {log} --tree")
+    if run.coverage.skipped.get(SkipReason.BUDGET_USED_UP) and run.verdict is not Verdict.FAIL:
+        lines.append("  max_checks=None checks every call")
+    return lines
