@@ -1,0 +1,96 @@
+"""Reported faults of eager ops are found where they are; what is no fault stays silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opcheck import Verdict, check
+from tests.cases import CASES, Case, of_kind
+
+NAMED = [name for name, case in CASES.items() if case.culprit is not None]
+RIGHT_IN_EAGER = [name for name in CASES if name not in NAMED]
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+
+
+def run_checked(case: Case, log_dir: Path) -> Any:
+    """Run the step of a case with every call checked; return the session."""
+    model, args, kwargs = case.build()
+    torch.manual_seed(0)
+    with (
+        case.config(),
+        check(model, log_dir=log_dir, max_checks=None, quiet=True) as session,
+    ):
+        case.step(model, args, kwargs)
+    return session
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_builds_equal_copies_and_runs(name: str) -> None:
+    case = CASES[name]
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        outputs.append(list(leaves(case.run())))
+    assert outputs[0]
+    for first, second in zip(*outputs, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_fault_is_found_and_nothing_else_is(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    session = run_checked(case, tmp_path)
+    assert session.verdict == Verdict.FAIL
+    first = session.failures[0]
+    assert first.op in case.culprit.ops
+    assert (first.module, first.phase) == (case.culprit.module, case.culprit.phase)
+    assert len(session.failures) == 1
+    assert session.coverage.errors == 0
+    assert session.coverage.adds_up
+
+
+def test_lost_eps_is_explained(tmp_path: Path) -> None:
+    session = run_checked(CASES["fp16_eps_underflow"], tmp_path)
+    reason = session.failures[0].reason
+    assert "aten.mul" in reason
+    assert "aten.add" in reason
+    assert "norm" in reason
+
+
+def test_fmod_counts_the_elements_of_the_vectorised_part(tmp_path: Path) -> None:
+    session = run_checked(CASES["fmod_vector_nan"], tmp_path)
+    metrics = session.failures[0].metrics
+    assert metrics.num_nonfinite == 16
+    assert metrics.num_elements == 20
+
+
+@pytest.mark.parametrize("name", of_kind("benign"))
+def test_benign_case_passes(name: str, tmp_path: Path) -> None:
+    session = run_checked(CASES[name], tmp_path)
+    assert session.failures == []
+    assert session.verdict == Verdict.PASS
+    assert session.coverage.adds_up
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT_IN_EAGER if name not in of_kind("benign")])
+def test_fault_of_the_compiler_is_not_blamed_on_eager(name: str, tmp_path: Path) -> None:
+    # where all of it is on integers nothing independent may be left to compare: no PASS asked for
+    session = run_checked(CASES[name], tmp_path)
+    assert session.failures == []
+    assert session.coverage.errors == 0
