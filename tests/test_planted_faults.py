@@ -22,7 +22,8 @@ from tests.models import Workload
 explicit_attention = partial(models.transformer, use_sdpa=False)
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 foreach_sgd = partial(torch.optim.SGD, lr=0.1, foreach=True)
-foreach_adamw = partial(torch.optim.AdamW, lr=0.1, foreach=True)
+# a large eps, so that a wrong addition of it can be seen
+foreach_adamw = partial(torch.optim.AdamW, lr=0.1, eps=0.1, foreach=True)
 
 
 class Centred(nn.Module):
@@ -161,10 +162,12 @@ def test_fault_is_found_where_it_is_and_nothing_else(name: str, tmp_path: Path) 
     optimizer = None
     if scenario.make_optimizer is not None:
         optimizer = scenario.make_optimizer(workload.model.parameters())
-    with scenario.fault() as planted:
-        with check(workload.model, log_dir=tmp_path, quiet=True) as session:
-            for _ in range(scenario.num_steps):
-                workload.step(optimizer)
+    with (
+        scenario.fault() as planted,
+        check(workload.model, log_dir=tmp_path, quiet=True) as session,
+    ):
+        for _ in range(scenario.num_steps):
+            workload.step(optimizer)
     assert planted.calls > 0
     assert session.verdict == Verdict.FAIL
     assert {record.op for record in session.failures} == {planted.op}
@@ -198,10 +201,12 @@ def test_inplace_fault_in_an_optimizer_names_the_owner(tmp_path: Path) -> None:
         for name, parameter in workload.model.named_parameters()
         if parameter.requires_grad
     }
-    with faults.mul_inplace_off_by():
-        with check(workload.model, log_dir=tmp_path, max_checks=None, quiet=True) as session:
-            workload.step(optimizer)
-            workload.step(optimizer)
+    with (
+        faults.mul_inplace_off_by(),
+        check(workload.model, log_dir=tmp_path, max_checks=None, quiet=True) as session,
+    ):
+        workload.step(optimizer)
+        workload.step(optimizer)
     assert {record.module for record in session.failures} == owners
 
 
