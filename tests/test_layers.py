@@ -1,0 +1,137 @@
+"""Imports only ever point down the layers, and what reads logs needs no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# from the bottom up; a module may import those of lower lines only
+LAYERS = {
+    "opcheck": (
+        {"errors", "records", "tolerances", "printing"},
+        {"_torch", "settings", "textline", "groups", "verdicts"},
+        {"calls", "logfile"},
+        {"golden_rules", "intercept", "ledger", "modules", "policy", "scan"},
+        {"index_rules", "references", "review"},
+        {"compare", "golden", "report", "sinks"},
+        {"origin", "repro"},
+        {"session"},
+        {"__init__"},
+        {"demo", "cli"},
+        {"__main__"},
+    ),
+    "modulecheck": (
+        {"graphs", "hooks", "replay", "results", "selection"},
+        {"drilldown", "ranks", "single_pass", "stages", "tensors", "two_pass"},
+        {"checker", "report"},
+        {"__init__"},
+        {"cli"},
+        {"__main__"},
+    ),
+}
+READING_SIDE = ("errors", "records", "logfile", "review", "report")
+
+
+def sources(package: str) -> dict[str, Path]:
+    return {path.stem: path for path in sorted((ROOT / package).glob("*.py"))}
+
+
+def rank_of(package: str, module: str) -> int:
+    for rank, modules in enumerate(LAYERS[package]):
+        if module in modules:
+            return rank
+    pytest.fail(f"{package}/{module}.py has no layer; give it one in tests/test_layers.py")
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk everything that runs: imports under `if TYPE_CHECKING` do not."""
+    yield node
+    children = node.orelse if is_for_type_checkers(node) else ast.iter_child_nodes(node)
+    for child in children:
+        yield from walk(child)
+
+
+def imported(path: Path) -> set[str]:
+    """List the modules that a file imports, `from package import module` spelled out."""
+    found: set[str] = set()
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            found.update(spelled_out(node))
+    return found
+
+
+def spelled_out(node: ast.ImportFrom) -> Iterator[str]:
+    """`from opcheck import x` is an import of opcheck.x where x is a module, else of opcheck."""
+    assert node.module is not None
+    if node.module not in LAYERS:
+        yield node.module
+        return
+    modules = sources(node.module)
+    for alias in node.names:
+        yield f"{node.module}.{alias.name if alias.name in modules else '__init__'}"
+
+
+def own_imports(package: str, path: Path) -> set[str]:
+    names = set()
+    for name in imported(path):
+        root, _, rest = name.partition(".")
+        if root == package:
+            names.add(rest or "__init__")
+    return names
+
+
+ALL_MODULES = [(package, stem) for package in LAYERS for stem in sources(package)]
+
+
+@pytest.mark.parametrize(("package", "stem"), ALL_MODULES, ids=lambda part: part)
+def test_imports_point_down(package: str, stem: str) -> None:
+    rank = rank_of(package, stem)
+    for name in own_imports(package, sources(package)[stem]):
+        assert rank_of(package, name) < rank, f"{package}/{stem}.py may not import {name}"
+
+
+@pytest.mark.parametrize("stem", sources("opcheck"))
+def test_opcheck_does_not_know_modulecheck(stem: str) -> None:
+    roots = {name.partition(".")[0] for name in imported(sources("opcheck")[stem])}
+    assert "modulecheck" not in roots
+
+
+@pytest.mark.parametrize("stem", sources("modulecheck"))
+def test_modulecheck_keeps_out_of_private_opcheck(stem: str) -> None:
+    assert not any(name.startswith("opcheck._") for name in imported(sources("modulecheck")[stem]))
+
+
+@pytest.mark.parametrize("stem", READING_SIDE)
+def test_reading_side_is_torch_free(stem: str) -> None:
+    """Follow the imports down: none of the modules on the way may import torch."""
+    modules = sources("opcheck")
+    open_ends = {stem}
+    reached: set[str] = set()
+    while open_ends:
+        module = open_ends.pop()
+        reached.add(module)
+        names = imported(modules[module])
+        assert "torch" not in {name.partition(".")[0] for name in names}, module
+        open_ends |= own_imports("opcheck", modules[module]) - reached
+
+
+@pytest.mark.parametrize(("package", "stem"), ALL_MODULES, ids=lambda part: part)
+def test_no_module_reads_the_tests(package: str, stem: str) -> None:
+    roots = {name.partition(".")[0] for name in imported(sources(package)[stem])}
+    assert not roots & {"tests", "benchmarks"}
