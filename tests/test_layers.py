@@ -20,7 +20,7 @@ LAYERS = {
         {"references", "review"},
         {"index_rules"},
         {"compare", "golden", "report", "sinks"},
-        {"origin", "repro"},
+        {"nonfinite", "repro"},
         {"session"},
         {"__init__"},
         {"demo", "cli"},
