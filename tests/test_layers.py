@@ -15,12 +15,12 @@ LAYERS = {
     "opcheck": (
         {"errors", "records", "tolerances", "printing"},
         {"_torch", "settings", "textline", "groups", "verdicts"},
-        {"calls", "logfile"},
+        {"calls", "logfile", "sinks"},
         {"golden_rules", "intercept", "ledger", "modules", "policy", "scan"},
-        {"references", "review"},
-        {"index_rules"},
-        {"compare", "golden", "report", "sinks"},
-        {"nonfinite", "repro"},
+        {"golden", "logrecords", "references"},
+        {"index_rules", "review"},
+        {"compare", "merging", "report", "rundiff"},
+        {"nonfinite", "repro", "tree"},
         {"session"},
         {"__init__"},
         {"demo", "cli"},
@@ -35,7 +35,7 @@ LAYERS = {
         {"__main__"},
     ),
 }
-READING_SIDE = ("errors", "records", "logfile", "review", "report")
+READING_SIDE = ("errors", "records", "logfile", "review", "report", "merging", "rundiff", "tree")
 
 
 def sources(package: str) -> dict[str, Path]:
