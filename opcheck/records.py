@@ -306,6 +306,6 @@ def _decode(kind: type, name: str, value: Any) -> Any:
         return {SkipReason(reason): int(count) for reason, count in value.items()}
     if name == "unchecked_signatures":
         return tuple(from_json(UncheckedSignature, item) for item in value)
-    if name == "calls":
+    if name == "calls" and kind is Coverage:
         return tuple(from_json(CallCount, item) for item in value)
     return tuple(value) if isinstance(value, list) else value
