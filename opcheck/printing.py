@@ -21,7 +21,14 @@ MAX_TEXT = 400
 MIN_WIDTH = 60
 
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
-_ASCII = {"…": "...", "├─ ": "|- ", "└─ ": "`- ", "│  ": "|  ", "─": "-", "·": "-"}
+_ASCII = {
+    "…": "...",
+    "←": "<-",
+    "   ": "   ",
+    "├─ ": "|- ",
+    "└─ ": "`- ",
+    "│  ": "|  ",
+}
 
 
 def visible(text: str) -> str:
@@ -125,14 +132,14 @@ class Style:
         rows: Sequence[Sequence[str]],
         *,
         numbers: frozenset[str] = frozenset(),
-        indent: str = "  ",
+        red: Sequence[bool] = (),
     ) -> list[str]:
         """Aligned columns; where they are too wide, the widest text columns give way."""
         widths = [
             max([_columns(name), *(_columns(self.text(row[place])) for row in rows)])
             for place, name in enumerate(head)
         ]
-        room = self.width - len(indent) - 2 * (len(head) - 1)
+        room = self.width - 2 * len(head)
         flexible = [place for place, name in enumerate(head) if name not in numbers]
         while sum(widths) > room and flexible:
             widest = max(flexible, key=lambda place: widths[place])
@@ -141,17 +148,19 @@ class Style:
             widths[widest] -= min(sum(widths) - room, max(1, widths[widest] // 10))
 
         def line(cells: Sequence[str]) -> str:
-            return (
-                indent
-                + "  ".join(
-                    self.cell(cell, width).strip().rjust(width)
-                    if name in numbers
-                    else self.cell(cell, width)
-                    for name, cell, width in zip(head, cells, widths, strict=True)
-                )
-            ).rstrip()
+            parts = [
+                self.cell(cell, width).strip().rjust(width)
+                if name in numbers
+                else self.cell(cell, width)
+                for name, cell, width in zip(head, cells, widths, strict=True)
+            ]
+            return "  " + "  ".join(parts).rstrip()
 
-        return [self.paint(line(head), "dim"), *(line(row) for row in rows)]
+        lines = [self.paint(line(head), "dim")]
+        for place, row in enumerate(rows):
+            text = line(row)
+            lines.append(self.paint(text, "red") if place < len(red) and red[place] else text)
+        return lines
 
 
 def _fit(text: str, width: int) -> str:
@@ -183,7 +192,7 @@ def style_for(
 
 def _speaks_unicode(stream: TextIO | None) -> bool:
     try:
-        "…├─└│".encode(getattr(stream or sys.stdout, "encoding", None) or "utf-8")
+        "…├─└│←".encode(getattr(stream or sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from opcheck.printing import Style, number, style_for
 from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
 from opcheck.review import Run, Tally
 
-__all__ = ["call_lines", "one_line", "render", "spans"]
+__all__ = [
+    "SORTS",
+    "call_lines",
+    "one_line",
+    "op_table",
+    "render",
+    "render_call",
+    "short_op",
+    "sort_tallies",
+    "spans",
+]
 
 MAX_ROWS = 20
 MAX_UNCHECKED = 8
 _VERDICT_COLOR = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.INCONCLUSIVE: "yellow"}
-_NUMBERS = frozenset({"seen", "checked", "failed", "max q", "call"})
+_NUMBERS = frozenset({"seen", "checked", "failed", "crashed", "max q", "call"})
 
 
 def render(
@@ -27,18 +37,20 @@ def render(
     color: bool = False,
     log_path: str | Path | None = None,
     style: Style | None = None,
-    max_rows: int = MAX_ROWS,
+    tables: Sequence[Sequence[str]] = (),
 ) -> str:
     """The report of a run: verdict, first divergence, failing ops, coverage, what to do next.
 
-    `width` is in columns (None: those of the terminal); `log_path` is named in the commands.
+    `width` is in columns (None: those of the terminal); `log_path` is named in the commands;
+    `tables` are blocks of lines that stand before the coverage.
     """
     style = style or style_for(sys.stdout, width=width, color=color)
     blocks = [_head(run, style)]
     blocks.append(_first_divergence(run, style))
     if run.verdict is not Verdict.PASS:
         blocks.append(_first_error(run, style))
-        blocks.append(_failing(run, style, max_rows))
+        blocks.append(_failing(run, style))
+    blocks.extend(list(table) for table in tables)
     blocks.append(_coverage(run, style))
     blocks.append(_unchecked(run.coverage, style))
     blocks.append(_next(run, style, log_path))
@@ -168,7 +180,16 @@ def _rank_lines(run: Run, style: Style) -> list[str]:
         others = spans(set(run.ranks) - failing)
         noun = "rank" if len(failing) == 1 else "ranks"
         text = f"on {only}{noun} {spans(failing)}; not on {others}"
-    return _field("ranks", text, style)
+    lines = _field("ranks", text, style)
+    differences = run.rank_differences()
+    if differences:
+        lines += _field(
+            "",
+            f"ranks differ in what they called: {len(differences):,} ops;"
+            f" first: {style.text(differences[0])}",
+            style,
+        )
+    return lines
 
 
 def _field(name: str, text: str, style: Style) -> list[str]:
@@ -234,6 +255,60 @@ def _rmse(record: OpRecord) -> str:
     return ", ".join(parts)
 
 
+def render_call(record: OpRecord, style: Style) -> list[str]:
+    """One call with everything that its record holds."""
+    lines = [_title(f"call {record.index}: {record.verdict.value}", style)]
+    lines += call_lines(record, style)
+    if record.metrics.allclose is not None:
+        word = "holds" if record.metrics.allclose else "does not hold"
+        text = f"{word} (rtol={record.rtol!r}, atol={record.atol!r}), whichever criterion judges"
+        lines += _field("allclose", text, style)
+    lines += _field("occurrence", f"{record.occurrence} of this op in step and module", style)
+    if record.run_id:
+        lines += _field("run", f"{style.text(record.run_id)}, rank {record.rank}", style)
+    if record.error is not None:
+        lines.append("  opcheck's own error:")
+        lines += [f"    {style.text(line)}" for line in record.error.split("\n")]
+    return lines
+
+
+def op_table(run: Run, style: Style, *, sort: str = "first", max_rows: int = MAX_ROWS) -> list[str]:
+    """A line for each op: seen, checked, failed, crashed, the largest q."""
+    tallies = sort_tallies(run.by_op().values(), sort)
+    rows = [
+        [
+            short_op(tally.name),
+            "-" if tally.seen is None else f"{tally.seen:,}",
+            f"{tally.checked:,}",
+            f"{tally.failed:,}" if tally.failed else "",
+            f"{tally.errors:,}" if tally.errors else "",
+            f"{tally.max_q:.3g}" if tally.checked else "",
+            ", ".join(sorted(tally.phases)),
+        ]
+        for tally in tallies[:max_rows]
+    ]
+    head = ["op", "seen", "checked", "failed", "crashed", "max q", "phases"]
+    red = [bool(tally.failed) for tally in tallies[:max_rows]]
+    lines = [_title("by op", style), *style.table(head, rows, numbers=_NUMBERS, red=red)]
+    if len(tallies) > max_rows:
+        lines.append(f"  and {len(tallies) - max_rows:,} more")
+    return lines
+
+
+SORTS = ("first", "q", "failed", "checked", "seen", "name")
+
+
+def sort_tallies(tallies: Iterable[Tally], sort: str) -> list[Tally]:
+    """By one of `SORTS`; `first` is as they come: first divergence first, then by q."""
+    if sort == "first":
+        return list(tallies)
+    if sort == "name":
+        return sorted(tallies, key=lambda tally: tally.name)
+    if sort == "q":
+        return sorted(tallies, key=lambda t: math.inf if math.isnan(t.max_q) else t.max_q)[::-1]
+    return sorted(tallies, key=lambda tally: getattr(tally, sort) or 0, reverse=True)
+
+
 def _first_error(run: Run, style: Style) -> list[str]:
     record = run.first_error
     if record is None:
@@ -245,7 +320,7 @@ def _first_error(run: Run, style: Style) -> list[str]:
     return lines
 
 
-def _failing(run: Run, style: Style, max_rows: int) -> list[str]:
+def _failing(run: Run, style: Style) -> list[str]:
     failing = [group for group in run.groups if group.failed]
     if not failing:
         return []
@@ -258,7 +333,7 @@ def _failing(run: Run, style: Style, max_rows: int) -> list[str]:
     if len(run.ranks) > 1:
         head.append("ranks")
     cells = []
-    for (op, module, phase), tally in ordered[:max_rows]:
+    for (op, module, phase), tally in ordered[:MAX_ROWS]:
         _, call = _first_order(tally)
         row = [short_op(op), module or "<root>", phase, f"{tally.failed:,}/{tally.checked:,}"]
         row += [f"{tally.max_q:.3g}", str(call)]
@@ -267,8 +342,8 @@ def _failing(run: Run, style: Style, max_rows: int) -> list[str]:
         cells.append(row)
     lines = [_title("failing ops, first divergence first", style)]
     lines += style.table(head, cells, numbers=_NUMBERS)
-    if len(ordered) > max_rows:
-        lines.append(f"  and {len(ordered) - max_rows:,} more")
+    if len(ordered) > MAX_ROWS:
+        lines.append(f"  and {len(ordered) - MAX_ROWS:,} more")
     return lines
 
 

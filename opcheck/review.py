@@ -1,180 +1,37 @@
 """Logs to a run: what failed first, where, how often, and what was never looked at.
 
 A `Run` holds the groups (rank, op, module, phase) of its records and, of each group, the first
-failing record in full. All that is printed comes from these, so that a log of a million records
-takes no more memory than the ops and modules in it; the records themselves stay in the file and
-are read again when somebody asks for them.
+failing record in full. All that is printed comes from these; the records themselves stay in the
+file and are read again when somebody asks for them.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from opcheck.records import (
-    CallCount,
-    Coverage,
-    OpRecord,
-    UncheckedSignature,
-    Verdict,
-    session_verdict,
+from opcheck.errors import LogReadError, SchemaVersionError
+from opcheck.groups import (
+    Filter,
+    Group,
+    Tally,
+    add_coverages,
+    group_records,
+    importance,
+    order_of,
 )
+from opcheck.logfile import Progress
+from opcheck.logrecords import LogRecords
+from opcheck.records import CallCount, Coverage, OpRecord, Verdict, session_verdict
+from opcheck.scan import LogScan, RunScan, scan_log
 
-__all__ = [
-    "Filter",
-    "Group",
-    "Run",
-    "Tally",
-    "add_coverages",
-    "group_records",
-    "module_matches",
-    "op_matches",
-    "order_of",
-]
+__all__ = ["Filter", "Run", "Tally", "find_logs", "join_ranks", "load_run"]
 
-
-def order_of(record: OpRecord) -> tuple[int, int]:
-    """What came first: by step, then by call."""
-    return record.step, record.index
-
-
-def worse(left: float, right: float) -> float:
-    """The larger q; NaN is worse than everything."""
-    return left if math.isnan(left) or left >= right else right
-
-
-def op_matches(op: str, pattern: str) -> bool:
-    """Glob over an op name: `aten.add.*`, `add`, `add.Tensor` all match `aten.add.Tensor`."""
-    parts = op.split(".")
-    names = {op, ".".join(parts[1:]), ".".join(parts[:2]), parts[1] if len(parts) > 1 else op}
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
-
-
-def module_matches(module: str, pattern: str) -> bool:
-    """Glob over a module name; the children of a module that matches match too."""
-    if pattern in ("<root>", ""):
-        return not module
-    parts = module.split(".")
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1)
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filter:
-    """Which records to look at; None is all of them."""
-
-    op: str | None = None
-    module: str | None = None
-    phase: str | None = None
-    step: int | None = None
-
-    def __str__(self) -> str:
-        chosen = {"op": self.op, "module": self.module, "phase": self.phase, "step": self.step}
-        return ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
-
-    def takes_group(self, op: str, module: str, phase: str) -> bool:
-        """Whether records of this op, module and phase are looked at (the step apart)."""
-        return (
-            (self.op is None or op_matches(op, self.op))
-            and (self.module is None or module_matches(module, self.module))
-            and (self.phase is None or phase == self.phase)
-        )
-
-    def takes(self, record: OpRecord) -> bool:
-        """Whether this record is looked at."""
-        return (self.step is None or record.step == self.step) and self.takes_group(
-            record.op, record.module, record.phase
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Group:
-    """Records of one op in one module and phase, on one rank."""
-
-    rank: int
-    op: str
-    module: str
-    phase: str
-    checked: int = 0
-    """Records without a crash of ours."""
-    failed: int = 0
-    inconclusive: int = 0
-    errors: int = 0
-    max_q: float = 0.0
-    first_failure: OpRecord | None = None
-    first_error: OpRecord | None = None
-
-    def add(self, record: OpRecord) -> None:
-        """Count one record of this group."""
-        if record.error is not None:
-            self.errors += 1
-            if self.first_error is None or order_of(record) < order_of(self.first_error):
-                self.first_error = record
-            return
-        self.checked += 1
-        self.max_q = worse(self.max_q, record.metrics.q)
-        if record.verdict is Verdict.FAIL:
-            self.failed += 1
-            if self.first_failure is None or order_of(record) < order_of(self.first_failure):
-                self.first_failure = record
-        elif record.verdict is Verdict.INCONCLUSIVE:
-            self.inconclusive += 1
-
-
-def group_records(records: Iterable[OpRecord]) -> list[Group]:
-    """The groups of these records, in the order of their first record."""
-    groups: dict[tuple[int, str, str, str], Group] = {}
-    for record in records:
-        key = (record.rank, record.op, record.module, record.phase)
-        group = groups.get(key)
-        if group is None:
-            group = Group(rank=record.rank, op=record.op, module=record.module, phase=record.phase)
-            groups[key] = group
-        group.add(record)
-    return list(groups.values())
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """The sums of several groups: of an op, or of a module."""
-
-    name: str
-    seen: int | None = None
-    """Dispatched calls, where the log says it."""
-    checked: int = 0
-    failed: int = 0
-    inconclusive: int = 0
-    errors: int = 0
-    max_q: float = 0.0
-    phases: set[str] = field(default_factory=set)
-    failing_phases: set[str] = field(default_factory=set)
-    ranks: set[int] = field(default_factory=set)
-    failing_ranks: set[int] = field(default_factory=set)
-    first_failure: OpRecord | None = None
-
-    def add(self, group: Group) -> None:
-        """Add the numbers of a group."""
-        self.checked += group.checked
-        self.failed += group.failed
-        self.inconclusive += group.inconclusive
-        self.errors += group.errors
-        self.max_q = worse(self.max_q, group.max_q)
-        self.phases.add(group.phase)
-        self.ranks.add(group.rank)
-        if group.failed:
-            self.failing_phases.add(group.phase)
-            self.failing_ranks.add(group.rank)
-        first = group.first_failure
-        if first is not None and (
-            self.first_failure is None or order_of(first) < order_of(self.first_failure)
-        ):
-            self.first_failure = first
+MAX_WORLD = 65536
 
 
 @dataclass(kw_only=True)
@@ -198,8 +55,9 @@ class Run:
     """`records` and groups hold these only; verdict and coverage are of the whole run."""
     others: tuple[tuple[str, int], ...] = ()
     """Other runs in the same log: run id and number of records."""
+    unfinished_reason: str = "the run did not finish: its coverage is missing"
     missing_ranks: tuple[int, ...] = ()
-    paths: tuple[Path, ...] = ()
+    logs: tuple[Path, ...] = ()
     counted_groups: list[Group] | None = None
     whole_failed: int | None = None
     """FAIL records of the whole run, where `where` hides some."""
@@ -225,7 +83,7 @@ class Run:
             of = max(self.coverage.checked, failed)
             return Verdict.FAIL, f"{failed:,} of {of:,} checked calls failed"
         if not self.finished:
-            return Verdict.INCONCLUSIVE, "the run did not finish"
+            return Verdict.INCONCLUSIVE, self.unfinished_reason
         verdict, reason = session_verdict(self.coverage)
         if verdict is Verdict.PASS and self.missing_ranks:
             missing = ", ".join(map(str, self.missing_ranks))
@@ -255,6 +113,8 @@ class Run:
     @cached_property
     def failures(self) -> list[OpRecord]:
         """The FAIL records, first divergence first."""
+        if isinstance(self.records, LogRecords):
+            return sorted(self.records.failing(), key=order_of)
         failing = (record for record in self.records if record.verdict is Verdict.FAIL)
         return sorted(failing, key=order_of)
 
@@ -274,6 +134,26 @@ class Run:
         """The first record whose checking crashed."""
         firsts = [group.first_error for group in self.groups if group.first_error is not None]
         return min(firsts, key=order_of, default=None)
+
+    def with_index(self, index: int) -> list[OpRecord]:
+        """The records of the n-th dispatched call, one of each rank."""
+        if isinstance(self.records, LogRecords):
+            return self.records.with_index(index)
+        return [record for record in self.records if record.index == index]
+
+    def rank_differences(self) -> list[str]:
+        """Calls that were not checked equally often on all ranks, a sentence each."""
+        counts: dict[tuple[str, str, str], dict[int, int]] = {}
+        for group in self.groups:
+            ranks = counts.setdefault((group.op, group.module, group.phase), {})
+            ranks[group.rank] = group.checked + group.errors
+        lines = []
+        for (op, module, phase), by_rank in counts.items():
+            each = [by_rank.get(rank, 0) for rank in self.ranks]
+            if len(set(each)) > 1:
+                times = ", ".join(f"{n} on rank {r}" for r, n in zip(self.ranks, each, strict=True))
+                lines.append(f"{op} in {module or '<root>'}, {phase}: {times}")
+        return lines
 
     def by_op(self) -> dict[str, Tally]:
         """Sums by op, first divergence first, then by q."""
@@ -315,55 +195,196 @@ class Run:
         )
 
 
-def importance(tally: Tally) -> tuple[bool, tuple[int, int], float, str]:
-    """Sort key: first divergence first, then the largest q."""
-    first = tally.first_failure
-    order = order_of(first) if first is not None else (0, 0)
-    largest = math.inf if math.isnan(tally.max_q) else tally.max_q
-    return first is None, order, -largest, tally.name
+# ---- from files ---------------------------------------------------------------------------------
+
+_RANK_FILE = re.compile(r"(.*)\.rank(\d+)\.(?:jsonl|log)")
 
 
-def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
-    """The coverage of several ranks as one; signatures count once."""
-    if len(coverages) == 1:
-        return coverages[0]
+def find_logs(path: str | Path) -> list[Path]:
+    """The log files that a path names: itself, or those of a folder (one, or one of each rank).
 
-    def total(name: str) -> Any:
-        return sum(getattr(coverage, name) for coverage in coverages)
+    Raises:
+        LogReadError: a folder with no log, or with several of which none is the obvious one.
+    """
+    folder = Path(path)
+    try:
+        if not folder.is_dir():
+            return [folder]
+        files = sorted(folder.iterdir())
+    except (OSError, ValueError) as error:
+        msg = f"{folder}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise LogReadError(msg) from error
+    for suffix in (".jsonl", ".log"):
+        logs = [file for file in files if file.suffix == suffix and file.is_file()]
+        ranks = {file: found for file in logs if (found := _RANK_FILE.fullmatch(file.name))}
+        alone = [file for file in logs if file not in ranks]
+        alone = [file for file in alone if file.stem == "precision"] or alone
+        stems = {found[1] for found in ranks.values()}
+        if len(alone) + len(stems) > 1:
+            newest = max(logs, key=lambda file: file.stat().st_mtime)
+            kept = {newest.stem, ranks[newest][1]} if newest in ranks else {newest.stem}
+            alone = [file for file in alone if file.stem in kept]
+            ranks = {file: found for file, found in ranks.items() if found[1] in kept}
+            if alone and ranks:
+                alone, ranks = ([], ranks) if newest in ranks else (alone, {})
+        if alone:
+            return alone
+        if ranks:
+            return sorted(ranks, key=lambda file: int(ranks[file][2]))
+    msg = f"{folder}: a folder without a log (precision.jsonl, precision.rankN.jsonl or .log)"
+    raise LogReadError(msg)
 
-    skipped: dict[Any, int] = {}
-    calls: dict[tuple[str, str, str], CallCount] = {}
-    unchecked: dict[tuple[str, str, str], UncheckedSignature] = {}
-    for coverage in coverages:
-        for reason, count in coverage.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + count
-        for call in coverage.calls:
-            key = (call.module, call.phase, call.op)
-            calls[key] = _add_counts(calls[key], call) if key in calls else call
-        for item in coverage.unchecked_signatures:
-            key = (item.op, item.signature, item.reason.value)
-            before = unchecked[key].calls if key in unchecked else 0
-            unchecked[key] = replace(item, calls=before + item.calls)
-    stops = [c.counting_stopped_at for c in coverages if c.counting_stopped_at is not None]
-    sums = ("seen", "checked", "failed", "errors", "elements_seen", "elements_checked")
+
+def load_run(
+    path: str | Path,
+    *,
+    run: str | None = None,
+    where: Filter | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """The last run in a log (or the one with this id), read as a stream.
+
+    `path` is a log file or a folder with one; where a folder holds a log of each rank, the run of
+    all ranks is given.
+
+    Raises:
+        LogReadError: it cannot be read, is no log, or has no such run.
+        SchemaVersionError: the run was written by a newer version.
+    """
+    runs: list[Run] = []
+    for log in find_logs(path):
+        scan = scan_log(log, where=where, progress=progress)
+        wanted = run
+        if wanted is None and runs and runs[0].run_id in scan.runs:
+            wanted = runs[0].run_id
+        runs.append(_run_from(scan, wanted, where))
+    return join_ranks(runs)
+
+
+def _run_from(scan: LogScan, run_id: str | None, where: Filter | None) -> Run:
+    if run_id is not None and run_id not in scan.runs:
+        known = ", ".join(list(scan.runs)[-10:])
+        msg = f"{scan.path}: no run {run_id!r}; it has: {known}"
+        raise LogReadError(msg)
+    if not scan.runs:
+        return Run(
+            finished=False,
+            unfinished_reason=f"the log {scan.path} is empty",
+            logs=(scan.path,),
+        )
+    found = scan.runs[run_id if run_id is not None else next(reversed(scan.runs))]
+    if found.refused:
+        kind = SchemaVersionError if found.is_newer else LogReadError
+        raise kind(found.refused)
+    ranks = tuple(sorted(found.ranks)) or (0,)
+    made = Run(
+        header=found.header,
+        records=LogRecords([scan.path], [found.run_id], found.num_records, where),
+        coverage=_coverage_of(found),
+        run_id=found.run_id,
+        rank=ranks[0],
+        ranks=ranks,
+        torn=scan.torn,
+        finished=found.finished,
+        warnings=[*scan.problems.warnings, *_doubts(scan.path, found)],
+        where=where,
+        others=tuple(
+            (other.run_id, other.num_records) for other in scan.runs.values() if other is not found
+        ),
+        logs=(scan.path,),
+        counted_groups=found.groups,
+        whole_failed=found.num_failed,
+    )
+    if found.is_text:
+        made.unfinished_reason = "the text log names failures only"
+    if "ranks" in found.header:
+        made.missing_ranks = _missing_ranks(found.header, ranks)
+    return made
+
+
+def _coverage_of(found: RunScan) -> Coverage:
+    if found.coverages:
+        return add_coverages(list(found.coverages.values()))
     return Coverage(
-        **{name: total(name) for name in sums},
-        skipped=skipped,
-        signatures_seen=max((c.signatures_seen for c in coverages), default=0),
-        signatures_checked=min((c.signatures_checked for c in coverages), default=0),
-        unchecked_signatures=tuple(unchecked.values()),
-        calls=tuple(calls.values()),
-        counting_stopped_at=min(stops, default=None),
-        steps=max((c.steps for c in coverages), default=0),
-        check_seconds=total("check_seconds"),
+        seen=found.num_records,
+        checked=found.num_records - found.num_errors,
+        failed=found.num_failed,
+        errors=found.num_errors,
+        calls=tuple(
+            CallCount(
+                module=group.module,
+                phase=group.phase,
+                op=group.op,
+                seen=group.checked + group.errors,
+                checked=group.checked,
+                failed=group.failed,
+                errors=group.errors,
+            )
+            for group in found.groups
+        ),
     )
 
 
-def _add_counts(left: CallCount, right: CallCount) -> CallCount:
+def _doubts(path: Path, found: RunScan) -> list[str]:
+    """Where a log does not agree with itself."""
+    if found.is_text:
+        return []
+    lines = []
+    if not found.header:
+        lines.append(f"{path}: the run has no header: its beginning is missing")
+    if found.coverages and not found.finished:
+        lines.append(f"{path}: records follow the last coverage: the run was cut in its next part")
+    elif found.coverages:
+        coverage = add_coverages(list(found.coverages.values()))
+        counted = coverage.checked + coverage.errors
+        if counted != found.num_records:
+            lines.append(
+                f"{path}: the coverage counts {counted:,} checked calls,"
+                f" the log has {found.num_records:,} records of them"
+            )
+    return lines
+
+
+def _missing_ranks(header: Mapping[str, Any], ranks: Sequence[int]) -> tuple[int, ...]:
+    world = header.get("world_size", 1)
+    if not isinstance(world, int) or not 1 < world <= MAX_WORLD:
+        return ()
+    return tuple(sorted(set(range(world)) - set(ranks)))
+
+
+def join_ranks(runs: Sequence[Run]) -> Run:
+    """The runs of several ranks as one.
+
+    Raises:
+        LogReadError: two of them are of the same rank.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    owners: dict[int, Run] = {}
+    for run in runs:
+        for rank in run.ranks:
+            if rank in owners:
+                names = " and ".join(str(log) for log in (*owners[rank].logs, *run.logs))
+                msg = f"{names} are both of rank {rank}: not the ranks of one job"
+                raise LogReadError(msg)
+            owners[rank] = run
+    ranks = tuple(sorted(owners))
+    logs = tuple(log for run in runs for log in run.logs)
+    first = owners[ranks[0]]
+    records = LogRecords(
+        logs, [run.run_id for run in runs], sum(len(run.records) for run in runs), first.where
+    )
     return replace(
-        left,
-        seen=left.seen + right.seen,
-        checked=left.checked + right.checked,
-        failed=left.failed + right.failed,
-        errors=left.errors + right.errors,
+        first,
+        records=records,
+        coverage=add_coverages([run.coverage for run in runs]),
+        rank=ranks[0],
+        ranks=ranks,
+        torn=any(run.torn for run in runs),
+        finished=all(run.finished for run in runs),
+        warnings=[warning for run in runs for warning in run.warnings],
+        logs=logs,
+        missing_ranks=_missing_ranks(first.header, ranks),
+        counted_groups=[group for run in runs for group in run.groups],
+        whole_failed=sum(run.whole_failed or 0 for run in runs),
     )

@@ -1,0 +1,351 @@
+"""The command `opcheck`. Reading logs imports no torch; `demo` and `run` import it when called."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from opcheck.errors import ArgumentError, ArgumentTypeError, OpcheckError
+from opcheck.logfile import Progress
+from opcheck.printing import Style, style_for
+from opcheck.records import PHASES, Verdict
+
+__all__ = ["main"]
+
+EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 3}
+EXIT_USAGE = 2
+_STATUS_HELP = "Exit status: 0 PASS, 1 FAIL, 2 usage or unreadable log, 3 INCONCLUSIVE."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    try:
+        chosen = _parser().parse_args(argv)
+    except SystemExit as leave:  # argparse has printed help or usage
+        return leave.code if isinstance(leave.code, int) else EXIT_USAGE
+    command: Callable[[argparse.Namespace], int] = chosen.command
+    try:
+        status = command(chosen)
+        sys.stdout.flush()
+    except (OpcheckError, ArgumentError, ArgumentTypeError) as error:
+        print(f"opcheck: {style_for(sys.stderr).text(error, 2000)}", file=sys.stderr)
+        return EXIT_USAGE
+    except BrokenPipeError:  # `opcheck review LOG | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+
+def _review(chosen: argparse.Namespace) -> int:
+    from opcheck.export import run_json, run_markdown
+    from opcheck.report import op_table, render
+    from opcheck.review import Filter, load_run
+    from opcheck.tree import render_tree
+
+    where = Filter(op=chosen.op, module=chosen.module, phase=chosen.phase, step=chosen.step)
+    with _progress() as progress:
+        run = load_run(
+            chosen.log, run=chosen.run, where=where if str(where) else None, progress=progress
+        )
+    status = EXIT_STATUS[run.verdict]
+    if chosen.call is not None:
+        return _call(chosen, run, status)
+    if chosen.json:
+        _print_json(run_json(run, sort=chosen.sort))
+        return status
+    if chosen.markdown:
+        print(run_markdown(run))
+        return status
+    style = style_for(sys.stdout)
+    table = render_tree(run, style) if chosen.tree else op_table(run, style, sort=chosen.sort)
+    if chosen.tree:
+        table.insert(0, style.paint("modules (numbers include the children)", "bold"))
+    print(render(run, style=style, log_path=chosen.log, tables=[table, _other_runs(run, style)]))
+    return status
+
+
+def _call(chosen: argparse.Namespace, run: Any, status: int) -> int:
+    from opcheck.records import to_json
+    from opcheck.report import render_call
+
+    records = run.with_index(chosen.call)
+    if not records:
+        print(
+            f"opcheck: {chosen.log}: no record of call {chosen.call} in run"
+            f" {style_for(sys.stderr).text(run.run_id)}: it was not checked, or is filtered out",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    if chosen.json:
+        _print_json({"calls": [to_json(record) for record in records]})
+        return status
+    style = style_for(sys.stdout)
+    print("\n\n".join("\n".join(render_call(record, style)) for record in records))
+    return status
+
+
+def _other_runs(run: Any, style: Style) -> list[str]:
+    if not run.others:
+        return []
+    lines = [style.paint("other runs in this log (--run ID shows one)", "bold")]
+    shown = run.others[-10:]
+    lines += [f"  {style.text(name, 60) or '(no id)'}  {count:,} records" for name, count in shown]
+    if len(run.others) > len(shown):
+        lines.append(f"  and {len(run.others) - len(shown):,} more")
+    return lines
+
+
+def _diff(chosen: argparse.Namespace) -> int:
+    from opcheck.export import diff_json, diff_markdown
+    from opcheck.review import load_run
+    from opcheck.rundiff import compare_runs
+    from opcheck.rundiff_report import render_diff
+
+    with _progress() as progress:
+        a = load_run(chosen.a, run=chosen.run_a, progress=progress)
+        b = load_run(chosen.b, run=chosen.run_b, progress=progress)
+    diff = compare_runs(a, b)
+    if chosen.json:
+        _print_json(diff_json(diff))
+    elif chosen.markdown:
+        print(diff_markdown(diff))
+    else:
+        print(render_diff(diff, style_for(sys.stdout)))
+    return EXIT_STATUS[diff.verdict[0]]
+
+
+def _merge(chosen: argparse.Namespace) -> int:
+    from opcheck.merging import merge_logs
+    from opcheck.report import render
+
+    with _progress() as progress:
+        run, differences = merge_logs(chosen.logs, chosen.out, run=chosen.run, progress=progress)
+    style = style_for(sys.stdout)
+    for line in differences:
+        print(f"opcheck: {style.text(line)}", file=sys.stderr)
+    print(render(run, style=style, log_path=chosen.out))
+    return EXIT_STATUS[run.verdict]
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    from opcheck.export import write_csv
+    from opcheck.review import Filter, load_run
+
+    where = Filter(op=chosen.op, module=chosen.module, phase=chosen.phase, step=chosen.step)
+    with _progress() as progress:
+        run = load_run(chosen.log, run=chosen.run, where=where, progress=progress)
+    for warning in run.warnings:
+        print(f"opcheck: {style_for(sys.stderr).text(warning)}", file=sys.stderr)
+    if chosen.out is None:
+        write_csv(run.records, sys.stdout)
+        return 0
+    try:
+        with Path(chosen.out).open("x", encoding="utf-8", newline="") as file:
+            write_csv(run.records, file)
+    except OSError as error:
+        print(f"opcheck: {chosen.out}: {error.strerror}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    from opcheck.demo import main as demo_main
+
+    return int(demo_main(clean=chosen.clean, log_dir=chosen.log_dir))
+
+
+_RUN_OPTIONS = (
+    "log_dir", "rtol", "atol", "criterion", "max_checks", "max_numel", "include", "exclude",
+    "modules", "start_step", "num_steps",
+)  # fmt: skip
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    from opcheck.runner import run_script
+
+    options = {name: getattr(chosen, name) for name in _RUN_OPTIONS if hasattr(chosen, name)}
+    return int(run_script(chosen.script, chosen.args, options))
+
+
+# ---- output -------------------------------------------------------------------------------------
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(_strict(data), indent=1, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    """NaN and Inf as strings: a header may hold anything that Python's JSON reader takes."""
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not value - value == 0:  # noqa: SIM201
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """After a second of reading: how far, on a terminal's stderr only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    begin = time.monotonic()
+    last = begin
+    shown = False
+
+    def tell(done: int, size: int) -> None:
+        nonlocal last, shown
+        now = time.monotonic()
+        if now - begin > 1 and now - last > 0.1:
+            last, shown = now, True
+            share = 100 * done // max(size, 1)
+            print(f"\rreading {share:3d}% of {size >> 20:,} MiB", end="", file=sys.stderr)
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opcheck",
+        description="Find the PyTorch op that computes a wrong number.",
+        epilog=_STATUS_HELP,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_review(commands)
+    _add_diff(commands)
+    _add_merge(commands)
+    _add_export(commands)
+    _add_demo(commands)
+    _add_run(commands)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{text}.", epilog=_STATUS_HELP, allow_abbrev=False
+    )
+    parser.set_defaults(command=call)
+    return parser
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", metavar="GLOB", help="aten.add.*, add and add.Tensor all work")
+    parser.add_argument("--module", metavar="GLOB", help="with its children; <root> is the root")
+    parser.add_argument("--phase", choices=PHASES)
+    parser.add_argument("--step", type=_count, metavar="N")
+    parser.add_argument("--run", metavar="ID", help="another run of the log than the last")
+
+
+def _add_review(commands: Any) -> None:
+    parser = _command(commands, "review", _review, "What a log says: verdict, culprit, coverage")
+    parser.add_argument("log", metavar="LOG", help="a log file or a folder with one")
+    _add_filters(parser)
+    parser.add_argument(
+        "--sort",
+        choices=("first", "q", "failed", "checked", "seen", "name"),
+        default="first",
+        help="order of the ops (default: first divergence first)",
+    )
+    parser.add_argument("--tree", action="store_true", help="the modules as a tree")
+    parser.add_argument("--call", type=_count, metavar="N", help="one call in full")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--markdown", action="store_true", help="for an issue tracker")
+
+
+def _add_diff(commands: Any) -> None:
+    parser = _command(commands, "diff", _diff, "What fails in run B and did not in run A")
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument("--run-a", metavar="ID", help="another run of A than the last")
+    parser.add_argument("--run-b", metavar="ID", help="another run of B than the last")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--markdown", action="store_true")
+
+
+def _add_merge(commands: Any) -> None:
+    parser = _command(commands, "merge", _merge, "The logs of several ranks as one")
+    parser.add_argument("logs", metavar="LOG", nargs="+")
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", required=True, help="a file that is not there"
+    )
+    parser.add_argument("--run", metavar="ID", help="another run than the last")
+
+
+def _add_export(commands: Any) -> None:
+    parser = _command(commands, "export", _export, "The records of a run for a spreadsheet")
+    parser.add_argument("log", metavar="LOG")
+    parser.add_argument("--format", choices=("csv",), default="csv")
+    parser.add_argument("-o", "--out", metavar="OUT", help="a file that is not there (else stdout)")
+    _add_filters(parser)
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(commands, "demo", _demo, "A model with a planted fault, and how it is found")
+    parser.add_argument("--clean", action="store_true", help="without the fault")
+    parser.add_argument("--log-dir", metavar="DIR", default="logs")
+
+
+def _add_run(commands: Any) -> None:
+    parser = _command(commands, "run", _run, "Run a script under the checker")
+    unset = argparse.SUPPRESS
+    parser.add_argument("--log-dir", metavar="DIR", default="logs")
+    parser.add_argument("--rtol", type=float, default=unset)
+    parser.add_argument("--atol", type=float, default=unset)
+    parser.add_argument("--criterion", choices=("calibrated", "allclose"), default=unset)
+    parser.add_argument(
+        "--max-checks", type=_count_or_all, metavar="N|all", default=unset, help="per signature"
+    )
+    parser.add_argument("--max-numel", type=_count, metavar="N", default=unset)
+    for name, text in (
+        ("--include", "ops to check (repeat for more)"),
+        ("--exclude", "ops not to check"),
+        ("--modules", "modules to check, with their children"),
+    ):
+        parser.add_argument(name, action="append", metavar="GLOB", default=unset, help=text)
+    parser.add_argument("--start-step", type=_count, metavar="N", default=unset)
+    parser.add_argument("--num-steps", type=_count, metavar="N", default=unset)
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        msg = f"{value} is negative"
+        raise argparse.ArgumentTypeError(msg)
+    return value
+
+
+def _count_or_all(text: str) -> int | None:
+    return None if text == "all" else _count(text)

@@ -1,0 +1,220 @@
+"""Records counted by rank, op, module and phase: all that a report is made of.
+
+A log of a million records has a few hundred groups; of each the first failing record is kept.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from opcheck.records import CallCount, Coverage, OpRecord, UncheckedSignature, Verdict
+
+__all__ = [
+    "Filter",
+    "Group",
+    "Tally",
+    "add_coverages",
+    "group_records",
+    "importance",
+    "module_matches",
+    "op_matches",
+    "order_of",
+    "worse",
+]
+
+
+def order_of(record: OpRecord) -> tuple[int, int]:
+    """What came first: by step, then by call."""
+    return record.step, record.index
+
+
+def worse(left: float, right: float) -> float:
+    """The larger q; NaN is worse than everything."""
+    return left if math.isnan(left) or left >= right else right
+
+
+def op_matches(op: str, pattern: str) -> bool:
+    """Glob over an op name: `aten.add.*`, `add`, `add.Tensor` all match `aten.add.Tensor`."""
+    parts = op.split(".")
+    names = {op, ".".join(parts[1:]), ".".join(parts[:2]), parts[1] if len(parts) > 1 else op}
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def module_matches(module: str, pattern: str) -> bool:
+    """Glob over a module name; the children of a module that matches match too."""
+    if pattern in ("<root>", ""):
+        return not module
+    parts = module.split(".")
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which records to look at; None is all of them."""
+
+    op: str | None = None
+    module: str | None = None
+    phase: str | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        chosen = {"op": self.op, "module": self.module, "phase": self.phase, "step": self.step}
+        return ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
+
+    def takes_group(self, op: str, module: str, phase: str) -> bool:
+        """Whether records of this op, module and phase are looked at (the step apart)."""
+        return (
+            (self.op is None or op_matches(op, self.op))
+            and (self.module is None or module_matches(module, self.module))
+            and (self.phase is None or phase == self.phase)
+        )
+
+    def takes(self, record: OpRecord) -> bool:
+        """Whether this record is looked at."""
+        return (self.step is None or record.step == self.step) and self.takes_group(
+            record.op, record.module, record.phase
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Records of one op in one module and phase, on one rank."""
+
+    rank: int
+    op: str
+    module: str
+    phase: str
+    checked: int = 0
+    """Records without a crash of ours."""
+    failed: int = 0
+    inconclusive: int = 0
+    errors: int = 0
+    max_q: float = 0.0
+    first_failure: OpRecord | None = None
+    first_error: OpRecord | None = None
+
+    def add(self, record: OpRecord) -> None:
+        """Count one record of this group."""
+        if record.error is not None:
+            self.errors += 1
+            if self.first_error is None or order_of(record) < order_of(self.first_error):
+                self.first_error = record
+            return
+        self.checked += 1
+        self.max_q = worse(self.max_q, record.metrics.q)
+        if record.verdict is Verdict.FAIL:
+            self.failed += 1
+            if self.first_failure is None or order_of(record) < order_of(self.first_failure):
+                self.first_failure = record
+        elif record.verdict is Verdict.INCONCLUSIVE:
+            self.inconclusive += 1
+
+
+def group_records(records: Iterable[OpRecord]) -> list[Group]:
+    """The groups of these records, in the order of their first record."""
+    groups: dict[tuple[int, str, str, str], Group] = {}
+    for record in records:
+        key = (record.rank, record.op, record.module, record.phase)
+        group = groups.get(key)
+        if group is None:
+            group = Group(rank=record.rank, op=record.op, module=record.module, phase=record.phase)
+            groups[key] = group
+        group.add(record)
+    return list(groups.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """The sums of several groups: of an op, or of a module."""
+
+    name: str
+    seen: int | None = None
+    """Dispatched calls, where the log says it."""
+    checked: int = 0
+    failed: int = 0
+    inconclusive: int = 0
+    errors: int = 0
+    max_q: float = 0.0
+    phases: set[str] = field(default_factory=set)
+    failing_phases: set[str] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    failing_ranks: set[int] = field(default_factory=set)
+    first_failure: OpRecord | None = None
+
+    def add(self, group: Group) -> None:
+        """Add the numbers of a group."""
+        self.checked += group.checked
+        self.failed += group.failed
+        self.inconclusive += group.inconclusive
+        self.errors += group.errors
+        self.max_q = worse(self.max_q, group.max_q)
+        self.phases.add(group.phase)
+        self.ranks.add(group.rank)
+        if group.failed:
+            self.failing_phases.add(group.phase)
+            self.failing_ranks.add(group.rank)
+        first = group.first_failure
+        if first is not None and (
+            self.first_failure is None or order_of(first) < order_of(self.first_failure)
+        ):
+            self.first_failure = first
+
+
+def importance(tally: Tally) -> tuple[bool, tuple[int, int], float, str]:
+    """Sort key: first divergence first, then the largest q."""
+    first = tally.first_failure
+    order = order_of(first) if first is not None else (0, 0)
+    largest = math.inf if math.isnan(tally.max_q) else tally.max_q
+    return first is None, order, -largest, tally.name
+
+
+def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
+    """The coverage of several ranks as one; signatures count once."""
+    if len(coverages) == 1:
+        return coverages[0]
+
+    def total(name: str) -> Any:
+        return sum(getattr(coverage, name) for coverage in coverages)
+
+    skipped: dict[Any, int] = {}
+    calls: dict[tuple[str, str, str], CallCount] = {}
+    unchecked: dict[tuple[str, str, str], UncheckedSignature] = {}
+    for coverage in coverages:
+        for reason, count in coverage.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + count
+        for call in coverage.calls:
+            key = (call.module, call.phase, call.op)
+            calls[key] = _add_counts(calls[key], call) if key in calls else call
+        for item in coverage.unchecked_signatures:
+            key = (item.op, item.signature, item.reason.value)
+            before = unchecked[key].calls if key in unchecked else 0
+            unchecked[key] = replace(item, calls=before + item.calls)
+    stops = [c.counting_stopped_at for c in coverages if c.counting_stopped_at is not None]
+    sums = ("seen", "checked", "failed", "errors", "elements_seen", "elements_checked")
+    return Coverage(
+        **{name: total(name) for name in sums},
+        skipped=skipped,
+        signatures_seen=max((c.signatures_seen for c in coverages), default=0),
+        signatures_checked=min((c.signatures_checked for c in coverages), default=0),
+        unchecked_signatures=tuple(unchecked.values()),
+        calls=tuple(calls.values()),
+        counting_stopped_at=min(stops, default=None),
+        steps=max((c.steps for c in coverages), default=0),
+        check_seconds=total("check_seconds"),
+    )
+
+
+def _add_counts(left: CallCount, right: CallCount) -> CallCount:
+    return replace(
+        left,
+        seen=left.seen + right.seen,
+        checked=left.checked + right.checked,
+        failed=left.failed + right.failed,
+        errors=left.errors + right.errors,
+    )
