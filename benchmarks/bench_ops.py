@@ -91,7 +91,8 @@ class Measured:
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-    same_step: bool = True
+    changes: list[str] = field(default_factory=list)
+    """What the step left behind otherwise than under an empty mode."""
     error: str = ""
 
 
@@ -103,8 +104,8 @@ def timed(function: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall_s, time.process_time() - cpu_s
 
 
-def _steps_agree(build: Callable[[], Workload], arm: Arm) -> bool:
-    """Tell whether the arm's step is bit for bit the step under an empty mode."""
+def _changes(build: Callable[[], Workload], arm: Arm) -> list[str]:
+    """List where the arm's step is not bit for bit the step under an empty mode."""
     states = []
     for context in (lambda model: EmptyMode(), arm):
         workload = build()
@@ -112,7 +113,7 @@ def _steps_agree(build: Callable[[], Workload], arm: Arm) -> bool:
         with context(workload.model):
             loss = workload.step()
         states.append(capture(workload, loss))
-    return not differences(*states)
+    return differences(*states)
 
 
 def _warm_up(build: Callable[[], Workload], arms: dict[str, Arm]) -> dict[str, Measured]:
@@ -121,7 +122,7 @@ def _warm_up(build: Callable[[], Workload], arms: dict[str, Arm]) -> dict[str, M
     for name, arm in arms.items():
         result = results[name] = Measured()
         try:
-            result.same_step = name == "plain" or _steps_agree(build, arm)
+            result.changes = [] if name == "plain" else _changes(build, arm)
         except Exception as error:  # noqa: BLE001 - one broken arm must not hide the others
             result.error = f"{type(error).__name__}: {error}"[:100]
     return results
@@ -162,7 +163,7 @@ def print_table(model: str, results: dict[str, Measured], num_ops: int, plain_ms
         if result.error:
             print(f"  {name:<20} {result.error}")
             continue
-        unchanged = "yes" if result.same_step else "NO"
+        unchanged = f"NO: {result.changes[0]}" if result.changes else "yes"
         print(f"  {name:<20} {_spread(result.cpu)} {_spread(result.wall)}  {unchanged}")
 
 

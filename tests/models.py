@@ -234,6 +234,7 @@ def _import_transformers() -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     return transformers
 
 

@@ -23,6 +23,8 @@ PUBLIC = {
     "OpcheckError",
     "PrecisionError",
     "Run",
+    "SchemaVersionError",
+    "Session",
     "SkipReason",
     "Verdict",
     "check",
