@@ -61,6 +61,10 @@ class Rule:
     """Must equal the expected value rounded to dtype, up to NaN payload and the sign of zero."""
     limit_factor: float = 1.0
     """A named allowance: the element limit, and in 16 bit the rms limit, times this."""
+    shift_factor: float = 1.0
+    """A named allowance: the limit of the mean shift times this."""
+    test_rms: bool = True
+    """False, a named allowance: the rms of a 16-bit result is not tested."""
     extra: Array | None = None
     """A named allowance added to the allowance of each element, same shape."""
     bound: Array | float | None = None
@@ -85,6 +89,24 @@ class Rule:
     def is_half(self) -> bool:
         """The result has 16 bits."""
         return self.dtype in tol.HALF_DTYPES
+
+    def with_allowance(
+        self, allowance: tol.Allowance, *, inputs: tol.Inputs, golden: Array
+    ) -> Rule:
+        """This rule with a named allowance; its formulas see the float64 inputs and the golden."""
+        with np.errstate(all="ignore"):
+            extra, bound = (
+                None if formula is None else formula(inputs, golden, self.dtype)
+                for formula in (allowance.extra, allowance.bound)
+            )
+        return replace(
+            self,
+            limit_factor=allowance.limit_factor,
+            shift_factor=allowance.shift_factor,
+            test_rms=allowance.test_rms,
+            extra=None if extra is None else np.broadcast_to(extra, golden.shape),
+            bound=bound,
+        )
 
     @property
     def element_limit(self) -> float:
@@ -259,7 +281,7 @@ def _scan(actual: Array, expected: Array) -> _Scan:
     expected_rms = (
         math.sqrt(square / count) if _TINY_SQUARE < square < _HUGE_SQUARE else rms(expected)
     )
-    return _Scan(max_abs, total / count, max_rel, expected_rms)
+    return _Scan(max_abs, total / max(count, 1), max_rel, expected_rms)
 
 
 def _worst_ratio(
@@ -507,12 +529,8 @@ def _pass(stage: str, part: _Part, rule: Rule, q: float, **numbers: Any) -> Outc
     return Outcome(passed=True, stage=stage, metrics=metrics, compared=part.pair.actual.size)
 
 
-def _at(index: tuple[int, ...]) -> str:
-    return f"element {index}" if index else "the value"
-
-
 def _shown(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, (float, complex)) else str(value)
+    return repr(value) if isinstance(value, (int, bool)) else f"{value:.9g}"
 
 
 def _fail(
@@ -590,7 +608,8 @@ def _absolute_difference(pair: _Pair) -> Array:
     if actual.dtype.kind in "iub":
         if actual.dtype != expected.dtype or actual.dtype.kind == "b":
             whole = actual.astype(object) * 1 - expected.astype(object) * 1
-            return np.absolute(whole.astype(np.float64))
+            big: Array = np.absolute(whole.astype(np.float64))
+            return big
         wide = np.uint64 if actual.dtype.kind == "u" else np.int64
         high = np.maximum(actual, expected).astype(wide).view(np.uint64)
         low = np.minimum(actual, expected).astype(wide).view(np.uint64)
@@ -759,13 +778,14 @@ class _Ranking:
             rounding = self.golden - round_to(self.golden, self.rule.dtype)
             of_own = 0.0 if own is None else self._mean_spacings(own + rounding, sign)
             shift = self._mean_spacings(self.error + rounding, sign)
-            limit = tol.CLASS_LIMITS[self.rule.op_class].max_shift
+            limit = tol.CLASS_LIMITS[self.rule.op_class].max_shift * self.rule.shift_factor
             limit += tol.SHIFT_OF_BASELINE_HALF * abs(of_own)
         else:
             shift = float(np.mean(self.error / allowance * sign))
             if own is None:
                 return shift, math.inf
-            limit = tol.SHIFT_LIMIT * tol.length_factor(self.rule.reduction_length)
+            limit = tol.SHIFT_LIMIT * self.rule.shift_factor
+            limit *= tol.length_factor(self.rule.reduction_length)
             limit += tol.SHIFT_OF_BASELINE * abs(float(np.mean(own / allowance * sign)))
         if abs(shift) > limit and not self._has_distinct_values():
             return shift, math.inf
@@ -797,7 +817,8 @@ class _Ranking:
         return "", ""
 
     def _rms_limit(self) -> float:
-        if not self.rule.is_half or self.golden.size < tol.MIN_ELEMENTS:
+        tested = self.rule.is_half and self.rule.test_rms
+        if not tested or self.golden.size < tol.MIN_ELEMENTS:
             return math.inf
         limit = tol.CLASS_LIMITS[self.rule.op_class].max_rms_ratio * self.rule.limit_factor
         return limit if self.own is not None else tol.GOLDEN_RMS_FACTOR * limit

@@ -1,0 +1,365 @@
+"""The only door to private torch: when a version moves something, this file is the one to mend.
+
+Tested on PyTorch 2.13. Everything below is looked up once, at import, so that a version that lacks
+a name fails here with the name in the message, and not in the middle of a user's step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.nn.modules import module as _module
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from opcheck.errors import OpcheckError
+
+__all__ = [
+    "KernelTable",
+    "TorchDispatchMode",
+    "call_kernel",
+    "compiled_regions",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "decomposition",
+    "graph_task_keeps_graph",
+    "is_plain_tensor",
+    "kernels",
+    "modules_undisturbed",
+    "next_sequence_nr",
+    "outside_everything",
+    "register_module_hooks",
+    "register_optimizer_hooks",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "unwraps_itself",
+]
+
+
+def _need(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise OpcheckError(
+            f"torch {torch.__version__} has no {where}.{name}, which opcheck needs;"
+            " see the tested versions in the README"
+        ) from None
+
+
+current_graph_task_id: Callable[[], int] = _need(torch._C, "_current_graph_task_id")
+current_autograd_node: Callable[[], Any] = _need(torch._C, "_current_autograd_node")
+graph_task_keeps_graph: Callable[[], bool] = _need(
+    torch._C._autograd, "_get_current_graph_task_keep_graph"
+)
+next_sequence_nr: Callable[[], int] = _need(torch.autograd, "_get_sequence_nr")
+mode_stack_length: Callable[[], int] = _need(torch._C, "_len_torch_dispatch_stack")
+
+_DisableTorchFunction = _need(torch._C, "DisableTorchFunction")
+_BelowAutograd = _need(torch._C, "_AutoDispatchBelowAutograd")
+_ExcludeKeys = _need(torch._C, "_ExcludeDispatchKeyGuard")
+_AUTOCAST_KEYS = functools.reduce(
+    lambda keys, name: keys | DispatchKeySet(getattr(DispatchKey, name)),
+    [name for name in dir(DispatchKey) if name.startswith("Autocast")],
+    DispatchKeySet(DispatchKey.Undefined),
+)
+_CPU = DispatchKeySet(DispatchKey.CPU)
+
+
+class outside_everything:  # noqa: N801 - used as a context manager, spelled like one
+    """Reference work: no autograd, no autocast, no mode, no `__torch_function__`.
+
+    A class and not a generator, because it is entered for every checked call: 2 us against 8.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = [_DisableTorchFunction(), _BelowAutograd(), _ExcludeKeys(_AUTOCAST_KEYS)]
+        if mode_stack_length():
+            self._guards.append(_disable_current_modes())
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_SUPPORTED_DEVICES_NOT = frozenset({"meta"})
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """True for strided, not quantized, not nested, not fake tensors that hold real memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type not in _SUPPORTED_DEVICES_NOT
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not torch._is_functional_tensor(tensor)
+        and (type(tensor) in _PLAIN_TYPES or _is_plain_subclass(type(tensor)))
+    )
+
+
+@functools.cache
+def _is_plain_subclass(kind: type[Tensor]) -> bool:
+    """A subclass that only carries attributes: dispatch treats it like a Tensor."""
+    disabled = torch._C._disabled_torch_dispatch_impl
+    return getattr(kind, "__torch_dispatch__", disabled) is disabled
+
+
+def unwraps_itself(types: tuple[type, ...]) -> bool:
+    """True when a wrapper subclass (DTensor, jagged) will dispatch its inner tensors again.
+
+    A mode that answers NotImplemented for those sees the inner calls one by one.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+_IN_TREE = "/aten/src/ATen/"
+"""In the place of registration of every kernel that torch ships, and of no other."""
+_COMPOSITE_KEYS = (
+    "CPU",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
+
+
+class KernelTable:
+    """The CPU kernels as they were when this package first met torch.
+
+    A kernel taken before an override goes on computing what it always did (measured, in float64
+    too), so it can judge the override. A kernel that was overridden before we came cannot be had
+    any more: `original` answers None for it, and the caller has to find another reference.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Any] = {}
+        self._debug: dict[str, str] = {}
+        for key in _COMPOSITE_KEYS:
+            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+                if name not in self._kernels:
+                    kernel = _cpu_kernel(name)
+                    if kernel is not None:
+                        self._kernels[name] = kernel
+                        self._debug[name] = repr(kernel)
+
+    def original(self, name: str) -> Any | None:
+        """The kernel that torch itself ships for `aten::name.overload`, or None."""
+        kernel = self._kernels.get(name)
+        if kernel is None or (name.startswith("aten::") and not _in_tree(self._debug[name])):
+            return None
+        return kernel
+
+    def is_overridden(self, name: str) -> bool:
+        """True when the kernel that runs now on the CPU key is not torch's own."""
+        kernel = _cpu_kernel(name)
+        if kernel is None:
+            return False
+        debug = repr(kernel)
+        if name.startswith("aten::"):
+            return not _in_tree(debug)
+        return debug != self._debug.get(name, debug)
+
+
+def _in_tree(debug: str) -> bool:
+    return _IN_TREE in debug
+
+
+def _cpu_kernel(name: str) -> Any | None:
+    try:
+        return torch.library.get_kernel(name, "CPU")
+    except RuntimeError:  # the op has no kernel for the CPU
+        return None
+
+
+@functools.cache
+def kernels() -> KernelTable:
+    """The table of this process, taken at the first call (20 ms)."""
+    return KernelTable()
+
+
+def call_kernel(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a kernel of the table, below the dispatcher."""
+    return kernel.call_boxed(_CPU, *args, **kwargs)
+
+
+@functools.cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """A formula for `func` in terms of other ops, independent of its kernel, or None."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch._refs
+        from torch._decomp import decomposition_table
+
+    found = decomposition_table.get(func)
+    if found is None:
+        base = func._schema.name.rpartition("::")[2]
+        home: Any = torch._refs
+        for part in base.split("_", 1) if base.startswith(("special_", "linalg_", "fft_")) else ():
+            home = getattr(home, part, home)
+        found = getattr(home, base, None)
+    return found
+
+
+def tags_of(func: Any) -> frozenset[str]:
+    """Names of the tags of an overload: `pointwise`, `nondeterministic_seeded`, ..."""
+    return frozenset(tag.name for tag in func.tags)
+
+
+# ---- hooks --------------------------------------------------------------------------------------
+
+
+def register_module_hooks(
+    before: Callable[..., None], after: Callable[..., None]
+) -> list[Callable[[], None]]:
+    """Global hooks around every module call; `after` runs also when the forward raises.
+
+    Returns:
+        Functions that take the hooks off again.
+    """
+    handles = [
+        _module.register_module_forward_pre_hook(before),
+        _module.register_module_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+    return [handle.remove for handle in handles]
+
+
+def register_optimizer_hooks(
+    before: Callable[..., None], after: Callable[..., None]
+) -> list[Callable[[], None]]:
+    """Global hooks around every optimizer step; `after` does not run when the step raises."""
+    handles = [
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    ]
+    return [handle.remove for handle in handles]
+
+
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def modules_undisturbed(root: torch.nn.Module) -> Iterator[None]:
+    """Run `root` again without anybody noticing: hooks off, attributes as before afterwards."""
+    kept: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+    global_tables = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    kept_global = {name: dict(getattr(_module, name)) for name in global_tables}
+    try:
+        for name in global_tables:
+            getattr(_module, name).clear()
+        for item in root.modules():
+            kept.append((item, dict(item.__dict__)))
+            for name in _HOOK_TABLES:
+                item.__dict__[name] = type(item.__dict__[name])()
+        yield
+    finally:
+        for item, attributes in kept:
+            item.__dict__.clear()
+            item.__dict__.update(attributes)
+        for name, table in kept_global.items():
+            getattr(_module, name).update(table)
+
+
+# ---- compiled regions ---------------------------------------------------------------------------
+
+_INDUCTOR_CODE = "torch._inductor.output_code"
+
+
+class _RegionCounter:
+    """Tells its listeners each time that inductor code runs.
+
+    The class that runs the code is patched while somebody listens. Importing inductor takes most
+    of a second, so where it has not been imported yet, the patch waits for its import.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[], None]] = []
+        self._original: Any = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener` at each run of a compiled region, for the length of the context."""
+        with self._lock:
+            self._listeners.append(listener)
+            if len(self._listeners) == 1:
+                self._start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+                if not self._listeners:
+                    self._stop()
+
+    def _start(self) -> None:
+        if _INDUCTOR_CODE in sys.modules:
+            self.patch(sys.modules[_INDUCTOR_CODE])
+        else:
+            sys.meta_path.insert(0, _AfterImport(_INDUCTOR_CODE, self.patch))
+
+    def _stop(self) -> None:
+        sys.meta_path[:] = [item for item in sys.meta_path if not isinstance(item, _AfterImport)]
+        if self._original is not None:
+            sys.modules[_INDUCTOR_CODE].CompiledFxGraph.__call__ = self._original
+            self._original = None
+
+    def patch(self, module: Any) -> None:
+        """Count the runs of `module.CompiledFxGraph`."""
+        original = self._original = module.CompiledFxGraph.__call__
+
+        @functools.wraps(original)
+        def counted(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            for listener in list(self._listeners):
+                listener()
+            return original(graph, *args, **kwargs)
+
+        module.CompiledFxGraph.__call__ = counted
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs a function on one module right after somebody has imported it, once."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+compiled_regions = _RegionCounter()

@@ -1,0 +1,336 @@
+"""Actual and expected results of one call -> a verdict with its numbers.
+
+Structure first (how many results, None-ness, shapes, dtypes), then values. Arguments that the op
+wrote to are results like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opcheck import tolerances as tol
+from opcheck.calls import Call
+from opcheck.golden_rules import COMPARED_OUTPUTS, reduction_length, wider
+from opcheck.index_rules import INDEX_RULES
+from opcheck.records import Metrics, SkipReason
+from opcheck.references import Reference, Result, host_array
+from opcheck.verdicts import (
+    Outcome,
+    Rule,
+    judge_allclose,
+    judge_baseline,
+    judge_exact,
+    judge_golden,
+)
+
+__all__ = ["Judgement", "Leaf", "judge", "leaves_of", "spell_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One result: a tensor, a Python number, or None."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What became of a call."""
+
+    passed: bool
+    reason: str = ""
+    metrics: Metrics = Metrics()
+    notes: tuple[str, ...] = ()
+    compared: int = 0
+    nonfinite: bool = False
+    """Some result holds NaN or Inf, as its reference does."""
+    skip: SkipReason | None = None
+    """It turned out that nothing can be said."""
+
+
+def leaves_of(out: Any, name: str = "output") -> list[Leaf]:
+    """Results in order; nested lists give one leaf per element."""
+    if isinstance(out, (list, tuple)):
+        return [
+            leaf for number, item in enumerate(out) for leaf in leaves_of(item, f"{name} {number}")
+        ]
+    return [Leaf(name, out)]
+
+
+def _results(out: Any, written: list[tuple[str, Any]]) -> list[Leaf]:
+    """Returned values, then written arguments that were not returned."""
+    found = leaves_of(out) if out is not None else []
+    returned = {id(leaf.value) for leaf in found}
+    for name, value in written:
+        label = f"argument {name!r} after the call"
+        found += [leaf for leaf in leaves_of(value, label) if id(leaf.value) not in returned]
+    return found
+
+
+def judge(
+    call: Call, out: Any, reference: Reference, *, criterion: str, rtol: float, atol: float
+) -> Judgement:
+    """Compare the results of a call with its reference.
+
+    Raises:
+        Anything that the reference raises.
+    """
+    names = [param.name for param in call.traits.params if param.mutated]
+    actual_written = [
+        (param.name, value)
+        for param, value in call.traits.bound(call.args, call.kwargs)
+        if param.mutated and value is not None
+    ]
+    del names
+    actual = _results(out, actual_written)
+    expected_from = _Expected(call, reference, [name for name, _ in actual_written])
+    first = expected_from.first()
+    structure = _structure(call, actual, first, has_dtypes=reference.has_baseline)
+    if structure:
+        return Judgement(passed=False, reason=structure, compared=1)
+    outcomes: list[tuple[int, Leaf, Outcome]] = []
+    chosen = COMPARED_OUTPUTS.get(call.traits.base)
+    for number, leaf in enumerate(actual):
+        if chosen is not None and number not in chosen:
+            continue
+        outcome = _judge_leaf(call, number, actual, expected_from, criterion, rtol, atol)
+        if outcome is not None:
+            outcomes.append((number, leaf, outcome))
+    return _combine(call, outcomes, expected_from.notes)
+
+
+class _Expected:
+    """The reference's results, each run made when somebody first asks for it."""
+
+    def __init__(self, call: Call, reference: Reference, written: list[str]) -> None:
+        self.reference = reference
+        self.notes: list[str] = []
+        self._written = written
+        self._baseline: list[Leaf] | None = None
+        self._golden: list[Leaf] | None = None
+        self._has_golden = True
+        self._call = call
+
+    def _leaves(self, result: Result) -> list[Leaf]:
+        return _results(result.out, list(zip(self._written, result.written, strict=True)))
+
+    def baseline(self) -> list[Leaf] | None:
+        if self._baseline is None and self.reference.has_baseline:
+            self._baseline = self._leaves(self.reference.baseline())
+        return self._baseline
+
+    def golden(self) -> list[Leaf] | None:
+        """None where no kernel computes it in float64 and a baseline judges alone."""
+        if self._golden is None and self._has_golden:
+            try:
+                self._golden = self._leaves(self.reference.golden())
+            except (NotImplementedError, RuntimeError) as error:
+                if not self.reference.has_baseline or not is_missing_kernel(error):
+                    raise
+                self._has_golden = False
+                self.notes.append("no float64 kernel: judged by the same-dtype result alone")
+        return self._golden
+
+    def first(self) -> list[Leaf]:
+        found = self.baseline()
+        return found if found is not None else self.golden() or []
+
+    def golden_array(self, number: int) -> Any:
+        golden = self.golden()
+        if golden is None:
+            return None
+        value = golden[number].value
+        return None if value is None else host_array(value)
+
+    def draw(self, number: int) -> Callable[[int], Any]:
+        return lambda k: host_array(self._leaves(self.reference.perturbed(k))[number].value)
+
+
+def is_missing_kernel(error: BaseException) -> bool:
+    """True when an exception says that no kernel exists for these arguments."""
+    return isinstance(error, NotImplementedError) or "not implemented for" in str(error)
+
+
+# ---- structure ----------------------------------------------------------------------------------
+
+
+def _structure(call: Call, actual: list[Leaf], expected: list[Leaf], *, has_dtypes: bool) -> str:
+    if len(actual) != len(expected):
+        return f"{len(actual)} results, expected {len(expected)}"
+    for got, want in zip(actual, expected, strict=True):
+        is_tensor, want_tensor = isinstance(got.value, Tensor), isinstance(want.value, Tensor)
+        if is_tensor != want_tensor:
+            return f"{got.name} is {_kind(got.value)}, expected {_kind(want.value)}"
+        if not is_tensor:
+            continue
+        if call.traits.base in COMPARED_OUTPUTS:
+            continue
+        if got.value.shape != want.value.shape:
+            return f"{got.name} has shape {tuple(got.value.shape)}, expected {tuple(want.value.shape)}"
+        got_dtype, want_dtype = got.value.dtype, want.value.dtype
+        if not has_dtypes:
+            got_dtype, want_dtype = wider(got_dtype), wider(want_dtype)
+        if got_dtype != want_dtype:
+            return f"{got.name} has dtype {got.value.dtype}, expected {want.value.dtype}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def _judge_leaf(
+    call: Call,
+    number: int,
+    actual: list[Leaf],
+    expected: _Expected,
+    criterion: str,
+    rtol: float,
+    atol: float,
+) -> Outcome | None:
+    value = actual[number].value
+    wanted = expected.first()[number].value
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        return _judge_number(value, wanted)
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        rule = INDEX_RULES.get(call.traits.base)
+        outcome = judge_exact(host_array(value), host_array(wanted))
+        if not outcome.passed and rule is not None and rule(call, number, actual):
+            return judge_exact(host_array(value), host_array(value))
+        return outcome
+    return _judge_inexact(call, number, value, expected, criterion, rtol, atol)
+
+
+def _judge_inexact(
+    call: Call,
+    number: int,
+    value: Tensor,
+    expected: _Expected,
+    criterion: str,
+    rtol: float,
+    atol: float,
+) -> Outcome:
+    array = host_array(value)
+    baseline = expected.baseline()
+    rule = _rule(call, number, value, rtol, atol, has_baseline=baseline is not None)
+    wanted = None if baseline is None else host_array(baseline[number].value)
+    if criterion == "allclose":
+        if wanted is None:
+            wanted = expected.golden_array(number)
+        return judge_allclose(array, wanted, rule=rule)
+    draw = expected.draw(number)
+    if wanted is None:
+        return judge_golden(array, expected.golden_array(number), perturbed=draw, rule=rule)
+    return judge_baseline(
+        array,
+        wanted,
+        golden=lambda: expected.golden_array(number),
+        perturbed=draw if expected.golden() is not None else None,
+        rule=rule,
+    )
+
+
+def _judge_number(actual: Any, expected: Any) -> Outcome | None:
+    """A Python number: exactly equal, or (floats) within float32 rounding."""
+    if isinstance(actual, bool) or isinstance(actual, int):
+        return judge_exact(np.asarray(actual), np.asarray(expected))
+    if isinstance(actual, float) and isinstance(expected, (int, float)):
+        rule = Rule(dtype="float32", rtol=tol.OP_RTOL, atol=tol.OP_ATOL)
+        return judge_golden(
+            np.asarray(actual), np.asarray(float(expected)), perturbed=None, rule=rule
+        )
+    return None
+
+
+_GOLDEN_IS_NOT_EXACT = frozenset(
+    {
+        "aten.floor_divide.default", "aten.softshrink.default", "aten.softshrink_backward.default",
+        "aten.native_dropout_backward.default", "aten._sparse_mm_reduce_impl.default",
+        "aten.fmod.Tensor", "aten.max_pool2d_with_indices_backward.default",
+        "aten.slice_backward.default", "aten.select_backward.default",
+    }
+)  # fmt: skip
+"""Exact beside a same-dtype result, but they round or accumulate, so not beside float64."""
+
+
+def _rule(
+    call: Call, number: int, value: Tensor, rtol: float, atol: float, *, has_baseline: bool
+) -> Rule:
+    real = torch.empty(0, dtype=value.dtype).real.dtype if value.dtype.is_complex else value.dtype
+    traits = call.traits
+    exact = (
+        traits.name in tol.EXACT_OPS
+        and not value.dtype.is_complex
+        and (has_baseline or traits.name not in _GOLDEN_IS_NOT_EXACT)
+    )
+    return Rule(
+        dtype=str(real).removeprefix("torch."),
+        op_class=tol.op_class(traits.base),
+        reduction_length=reduction_length(call, value),
+        exact=exact,
+        rtol=rtol,
+        atol=atol,
+    )
+
+
+# ---- the sum ------------------------------------------------------------------------------------
+
+
+def _combine(call: Call, outcomes: list[tuple[int, Leaf, Outcome]], notes: list[str]) -> Judgement:
+    compared = sum(outcome.compared for _, _, outcome in outcomes)
+    if not compared:
+        return Judgement(passed=False, skip=SkipReason.NOTHING_TO_COMPARE)
+    failed = [item for item in outcomes if not item[2].passed]
+    number, leaf, worst = max(failed or outcomes, key=lambda item: _rank(item[2]))
+    metrics = _placed(worst.metrics, number)
+    nonfinite = any(outcome.stage != "quick" for _, _, outcome in outcomes)
+    if not failed:
+        return Judgement(
+            passed=True, metrics=metrics, notes=tuple(notes), compared=compared, nonfinite=nonfinite
+        )
+    where = f"{leaf.name}: " if len(outcomes) > 1 else ""
+    return Judgement(
+        passed=False,
+        reason=where + worst.reason,
+        metrics=metrics,
+        notes=tuple(notes),
+        compared=compared,
+        nonfinite=nonfinite,
+    )
+
+
+def _rank(outcome: Outcome) -> float:
+    q = outcome.metrics.q
+    if outcome.metrics.num_nonfinite:
+        return math.inf
+    return math.inf if math.isnan(q) else q
+
+
+def _placed(metrics: Metrics, number: int) -> Metrics:
+    if number == 0:
+        return metrics
+    values = {name: getattr(metrics, name) for name in Metrics.__dataclass_fields__}
+    values["worst_output"] = number
+    return Metrics(**values)
+
+
+def spell_tensor(value: Any) -> Iterator[str]:
+    """`(2, 3):torch.float16` for each tensor in a value."""
+    if isinstance(value, Tensor):
+        yield f"{tuple(value.shape)}:{value.dtype}"
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from spell_tensor(item)

@@ -1,0 +1,194 @@
+"""How single ops are run in float64: the exceptions to "widen the inputs and call the kernel".
+
+A golden must mean what the program meant. Most ops do once their inputs are float64; the ops below
+read a dtype, name one, or have results that are right in more than one way. To add one: a function
+over the bound arguments in `ADJUST`, or over results in `COMPARE_AS`, and a line saying why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opcheck.calls import Call
+
+__all__ = [
+    "ADJUST",
+    "COMPARED_OUTPUTS",
+    "KEPT_DTYPE",
+    "NO_FLOAT64",
+    "NO_GOLDEN",
+    "READS_STORAGE",
+    "SCALARS_IN_FLOAT32",
+    "Bound",
+    "reduction_length",
+    "wider",
+]
+
+Bound = dict[str, Any]
+"""Parameter name -> value of the arguments that were given."""
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """float64 for floating dtypes, complex128 for complex ones, itself for all else."""
+    if dtype.is_floating_point:
+        return torch.float64
+    return torch.complex128 if dtype.is_complex else dtype
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+SCALARS_IN_FLOAT32 = frozenset({"add", "sub", "rsub", "mul", "div"})
+"""In 16 bit these take Python numbers in float32; other ops round them to the dtype first (bf16
+`remainder(x, 0.3)` came out at 9.3 times its limit with the unrounded number)."""
+
+KEPT_DTYPE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        # the scale is float32 whatever the gradients are
+        "_amp_foreach_non_finite_check_and_unscale_": frozenset({"found_inf", "inv_scale"}),
+        "_amp_foreach_non_finite_check_and_unscale": frozenset({"found_inf", "inv_scale"}),
+    }
+)
+"""Arguments that are not widened."""
+
+NO_GOLDEN = frozenset({"nextafter", "nextafter_", "_amp_update_scale", "_amp_update_scale_"})
+"""Ops that mean something in their own dtype only."""
+
+NO_FLOAT64 = frozenset(
+    {
+        "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_grouped_mm", "_scaled_mm",
+        "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "_int_mm",
+        "_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm", "_dyn_quant_matmul_4bit",
+    }
+)  # fmt: skip
+"""Ops whose kernels exist in the narrow dtypes only."""
+
+READS_STORAGE = frozenset({"as_strided_copy", "as_strided_scatter", "_reshape_copy"})
+"""Ops whose result depends on strides and storage: their widened inputs keep both."""
+
+
+def _eps_of_dtype(call: Call, bound: Bound) -> None:
+    """`eps=None` is the eps of the program's dtype."""
+    if bound.get("eps") is None:
+        bound["eps"] = torch.finfo(call.args[0].dtype).eps
+
+
+def _limits_of_dtype(call: Call, bound: Bound) -> None:
+    """`posinf=None` is the largest number of the program's dtype."""
+    dtype = call.args[0].dtype
+    if not dtype.is_floating_point:
+        return
+    limits = torch.finfo(dtype)
+    if bound.get("posinf") is None:
+        bound["posinf"] = limits.max
+    if bound.get("neginf") is None:
+        bound["neginf"] = limits.min
+
+
+def _plain_softmax(call: Call, bound: Bound) -> None:
+    """`half_to_float` asks for a float32 result of a half input; float64 has it anyway."""
+    bound["half_to_float"] = False
+
+
+ADJUST: Mapping[str, Callable[[Call, Bound], None]] = MappingProxyType(
+    {
+        "_softmax": _plain_softmax,
+        "_log_softmax": _plain_softmax,
+        "rms_norm": _eps_of_dtype,
+        "_fused_rms_norm": _eps_of_dtype,
+        "nan_to_num": _limits_of_dtype,
+        "nan_to_num_": _limits_of_dtype,
+    }
+)
+
+# ---- results ------------------------------------------------------------------------------------
+
+_FIRST = (0,)
+COMPARED_OUTPUTS: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        # the others differ in shape by dtype, or are uninitialised memory
+        "_embedding_bag": _FIRST,
+        "_embedding_bag_forward_only": _FIRST,
+        "_ctc_loss": _FIRST,
+        "_thnn_fused_lstm_cell": (0, 1),
+        "_batch_norm_with_update": (0, 1, 2),
+        "_batch_norm_no_update": _FIRST,
+        "_batch_norm_impl_index": (0, 1, 2),
+        "cudnn_batch_norm": (0, 1, 2),
+        "_scaled_dot_product_flash_attention": (0, 1),
+        "_scaled_dot_product_efficient_attention": (0, 1),
+        "_scaled_dot_product_cudnn_attention": (0, 1),
+        "_flash_attention_forward": (0, 1),
+        "_efficient_attention_forward": (0, 1),
+        "_cudnn_rnn": (0, 1, 2),
+        # the factorisation is a means to the result, and its pivots may differ
+        "_linalg_det": _FIRST,
+        "_linalg_slogdet": (0, 1),
+        "_linalg_solve_ex": _FIRST,
+        "linalg_lstsq": _FIRST,
+    }
+)
+"""Results that mean something, where not all of them do."""
+
+
+# ---- reduction lengths --------------------------------------------------------------------------
+
+
+def reduction_length(call: Call, out: Tensor) -> float:
+    """How many terms were summed for one element of the result; the true one where it is known.
+
+    With "largest input / output" a ResNet's stem alarmed at 1.02 of its limit, with this at 0.73.
+    """
+    base = call.traits.base.rstrip("_")
+    tensors = _tensors(call)
+    known = _KNOWN_LENGTH.get(base)
+    if known is not None:
+        return known(call, tensors, out)
+    largest = max((tensor.numel() for tensor in tensors), default=1)
+    return max(1.0, largest / max(1, out.numel()))
+
+
+def _product_length(call: Call, tensors: list[Tensor], out: Tensor) -> float:
+    factors = tensors[1:] if call.traits.base.startswith(("addmm", "badd", "addb", "addmv")) else tensors
+    return float(factors[0].shape[-1]) if factors and factors[0].dim() else 1.0
+
+
+def _convolution_length(call: Call, tensors: list[Tensor], out: Tensor) -> float:
+    weight = tensors[1]
+    return float(math.prod(weight.shape[1:]))
+
+
+def _convolution_backward_length(call: Call, tensors: list[Tensor], out: Tensor) -> float:
+    grad, x, weight = tensors[:3]
+    if out.shape == weight.shape:
+        return grad.numel() / max(1, grad.shape[1])
+    if out.shape == x.shape:
+        return float(math.prod(weight.shape) / max(1, weight.shape[1]))
+    return grad.numel() / max(1, out.numel())
+
+
+_KNOWN_LENGTH: Mapping[str, Callable[[Call, list[Tensor], Tensor], float]] = MappingProxyType(
+    {
+        "mm": _product_length, "bmm": _product_length, "mv": _product_length,
+        "dot": _product_length, "linear": _product_length, "matmul": _product_length,
+        "addmm": _product_length, "baddbmm": _product_length, "addmv": _product_length,
+        "convolution": _convolution_length, "_convolution": _convolution_length,
+        "conv2d": _convolution_length, "conv1d": _convolution_length,
+        "convolution_backward": _convolution_backward_length,
+    }
+)  # fmt: skip
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found

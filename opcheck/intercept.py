@@ -1,0 +1,65 @@
+"""Dispatch mode -> calls. It snapshots, runs the op, hands both on, and never judges."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from opcheck._torch import TorchDispatchMode, unwraps_itself
+from opcheck.calls import Call
+
+__all__ = ["CheckMode", "Observer"]
+
+
+class Observer(Protocol):
+    """Who is told of the calls. None of these may raise."""
+
+    def before(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | bool:
+        """About to run: a Call to be checked, True to count its result only, False for neither."""
+
+    def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see `before`
+        """The op gave `out`."""
+
+    def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see `before`
+        """The op raised, and the exception goes on to the caller."""
+
+
+class CheckMode(TorchDispatchMode):
+    """Sees every ATen call of its thread (and of autograd's threads) while it is on the stack."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+        self._pid = os.getpid()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled; by default a mode silently turns compile off."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if os.getpid() != self._pid:  # a forked worker: its steps are not ours
+            return func(*args, **kwargs)
+        observer = self._observer
+        call = observer.before(func, types, args, kwargs)
+        if types and unwraps_itself(types):
+            return NotImplemented
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            observer.raised(call)
+            raise
+        if call is not False:
+            observer.after(call, out)
+        return out

@@ -1,0 +1,170 @@
+"""The books of a session: every call is checked, skipped with a reason, or an error."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from opcheck.calls import traits_of
+from opcheck.records import CallCount, Coverage, SkipReason, UncheckedSignature, Verdict
+
+__all__ = ["Ledger", "Signature", "spell_signature"]
+
+Signature = tuple[Any, ...]
+"""Overload, then dtype and layout class of each tensor argument."""
+
+Place = tuple[str, str, Any]
+"""Module FQN, phase, overload."""
+
+
+class _SignatureCount:
+    __slots__ = ("attempts", "calls", "checked", "reasons")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.checked = 0
+        self.attempts = 0
+        """Checked, or crashed while checking: what the budget counts."""
+        self.reasons: Counter[SkipReason] = Counter()
+
+
+class Ledger:
+    """Counts calls as they pass, and adds them up to a `Coverage`."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.checked = 0
+        self.failed = 0
+        self.errors = 0
+        self.steps = 0
+        self.elements_seen = 0
+        self.elements_checked = 0
+        self.check_seconds = 0.0
+        self.skipped: Counter[SkipReason] = Counter()
+        self._signatures: defaultdict[Signature, _SignatureCount] = defaultdict(_SignatureCount)
+        self._this_step: dict[Place, int] = {}
+        self._earlier_steps: Counter[Place] = Counter()
+        self._judged: dict[tuple[str, str, str], list[int]] = {}
+        """(module, phase, op) -> checked, failed, errors."""
+
+    # ---- as calls pass ----
+
+    def count(self, place: Place) -> tuple[int, int]:
+        """A call was dispatched: its index in the run and its occurrence in the step."""
+        index = self.seen
+        self.seen = index + 1
+        occurrence = self._this_step.get(place, 0)
+        self._this_step[place] = occurrence + 1
+        return index, occurrence
+
+    def signature(self, signature: Signature) -> _SignatureCount:
+        """The counts of a computing signature, one call more."""
+        counts = self._signatures[signature]
+        counts.calls += 1
+        return counts
+
+    def counts_of(self, signature: Signature) -> _SignatureCount:
+        """The counts of a signature."""
+        return self._signatures[signature]
+
+    def skip(self, reason: SkipReason, counts: _SignatureCount | None = None) -> None:
+        """A call was not checked."""
+        self.skipped[reason] += 1
+        if counts is not None:
+            counts.reasons[reason] += 1
+
+    def judged(
+        self,
+        place: tuple[str, str, str],
+        signature: Signature,
+        verdict: Verdict,
+        elements: int,
+        *,
+        crashed: bool,
+    ) -> None:
+        """A call was checked, or checking it crashed."""
+        counts = self._signatures[signature]
+        tally = self._judged.setdefault(place, [0, 0, 0])
+        if crashed:
+            self.errors += 1
+            tally[2] += 1
+            return
+        self.checked += 1
+        counts.checked += 1
+        self.elements_checked += elements
+        tally[0] += 1
+        if verdict is Verdict.FAIL:
+            self.failed += 1
+            tally[1] += 1
+
+    @property
+    def has_calls_in_step(self) -> bool:
+        """False right after a step ended."""
+        return bool(self._this_step)
+
+    def end_step(self) -> None:
+        """Occurrences count from zero again."""
+        if self._this_step:
+            self.steps += 1
+            self._earlier_steps.update(self._this_step)
+            self._this_step.clear()
+
+    # ---- the sum ----
+
+    def coverage(self) -> Coverage:
+        """Everything so far."""
+        computing = {
+            signature: counts
+            for signature, counts in self._signatures.items()
+            if any(reason.is_computation for reason in counts.reasons) or counts.attempts
+        }
+        unchecked = [
+            UncheckedSignature(
+                op=traits_of(signature[0]).name,
+                signature=spell_signature(signature),
+                reason=counts.reasons.most_common(1)[0][0],
+                calls=counts.calls,
+            )
+            for signature, counts in computing.items()
+            if not counts.checked and counts.reasons
+        ]
+        return Coverage(
+            seen=self.seen,
+            checked=self.checked,
+            failed=self.failed,
+            errors=self.errors,
+            skipped=dict(self.skipped.most_common()),
+            elements_seen=self.elements_seen,
+            elements_checked=self.elements_checked,
+            signatures_seen=len(computing),
+            signatures_checked=sum(1 for counts in computing.values() if counts.checked),
+            unchecked_signatures=tuple(sorted(unchecked, key=lambda item: -item.calls)),
+            calls=self._call_counts(),
+            steps=self.steps + bool(self._this_step),
+            check_seconds=self.check_seconds,
+        )
+
+    def _call_counts(self) -> tuple[CallCount, ...]:
+        seen: Counter[tuple[str, str, str]] = Counter()
+        for places in (self._earlier_steps, self._this_step):
+            for (module, phase, func), number in places.items():
+                seen[module, phase, func if isinstance(func, str) else traits_of(func).name] += number
+        rows = []
+        for place, number in seen.items():
+            checked, failed, errors = self._judged.get(place, (0, 0, 0))
+            module, phase, op = place
+            rows.append(
+                CallCount(
+                    module=module, phase=phase, op=op, seen=number,
+                    checked=checked, failed=failed, errors=errors,
+                )
+            )  # fmt: skip
+        return tuple(rows)
+
+
+def spell_signature(signature: Signature) -> str:
+    """`float32:contiguous, int64:strided`."""
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')}:{layout}"
+        for dtype, layout in zip(signature[1::2], signature[2::2], strict=True)
+    )

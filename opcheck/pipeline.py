@@ -1,0 +1,373 @@
+"""The way of a call: counted, decided on, referenced, compared, recorded.
+
+The pipeline is told of calls by the mode and never raises into the step: whatever goes wrong in
+here becomes a record with the traceback, and INCONCLUSIVE.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opcheck import _torch
+from opcheck.calls import Call, Site, traits_of
+from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
+from opcheck.ledger import Ledger
+from opcheck.modules import ModuleFrame, ModuleTracker
+from opcheck.nonfinite import Born, is_finite, judge_origin
+from opcheck.policy import Policy, describe
+from opcheck.records import OpRecord, SkipReason, Verdict
+from opcheck.references import choose, snapshot
+from opcheck.settings import Settings
+from opcheck.tolerances import documented_tolerances
+
+__all__ = ["Pipeline"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A record that waits for its module to end."""
+
+    record: OpRecord
+    call_site: Site
+    signature: tuple[Any, ...]
+    compared: int
+
+
+class Pipeline:
+    """One per session; `before`, `after` and `raised` are what the mode calls."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tracker: ModuleTracker,
+        *,
+        run_id: str,
+        rank: int,
+        emit: Callable[[OpRecord], None],
+    ) -> None:
+        self.ledger = Ledger()
+        self.step = 0
+        self._settings = settings
+        self._policy = Policy(settings)
+        self._tracker = tracker
+        self._run_id = run_id
+        self._rank = rank
+        self._emit = emit
+        self._lock = threading.RLock()
+
+    # ---- told by the mode ----
+
+    def before(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | bool:
+        """A Call to be checked, True to count its result only, False for neither."""
+        with self._lock:
+            try:
+                return self._before(func, args, kwargs)
+            except Exception:  # noqa: BLE001 - our crash must not be the user's
+                self._crashed_before(func)
+                return False
+
+    def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see Observer
+        """The op gave `out`."""
+        with self._lock:
+            try:
+                if call is not False:
+                    self.ledger.elements_seen += _count_elements(out)
+                if isinstance(call, Call):
+                    self._check(call, out)
+            except Exception:  # noqa: BLE001 - our crash must not be the user's
+                if isinstance(call, Call):
+                    self._crashed(call, out)
+
+    def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see Observer
+        """The op raised: it was seen, and there is nothing to check."""
+        if isinstance(call, Call):
+            with self._lock:
+                self.ledger.skip(
+                    SkipReason.OP_RAISED, self.ledger.counts_of(call.signature)
+                )
+
+    # ---- before the op ----
+
+    def _before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | bool:
+        ledger, tracker = self.ledger, self._tracker
+        site = tracker.locate()
+        module = site.module
+        if site.phase == "optimizer":
+            module = tracker.owner(_owned(args))
+        index, occurrence = ledger.count((module, site.phase, func))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
+            return False
+        traits = traits_of(func)
+        if traits.skip is not None:
+            if traits.skip is SkipReason.RANDOM:
+                tracker.random_calls += 1
+            ledger.skip(traits.skip)
+            return False
+        found = describe(func, args, kwargs)
+        signature = tuple(found.key)
+        counts = ledger.signature(signature)
+        reason = self._policy.outside(traits, module, self.step)
+        reason = reason or self._policy.unfit(found, counts.attempts)
+        if reason is not None:
+            ledger.skip(reason, counts)
+            return True
+        call = Call(
+            func=func, traits=traits, args=args, kwargs=kwargs, site=Site(module, site.phase),
+            index=index, step=self.step, occurrence=occurrence, signature=signature,
+            on_device=found.on_device, source=tracker.source(), frame=tracker.open_frame,
+        )  # fmt: skip
+        start = perf_counter()
+        if traits.maybe_random:
+            call.rng_before = _generator_states(args)
+        with _torch.outside_everything():
+            snapshot(call)
+        ledger.check_seconds += perf_counter() - start
+        return call
+
+    # ---- after the op ----
+
+    def _check(self, call: Call, out: Any) -> None:
+        start = perf_counter()
+        counts = self.ledger.counts_of(call.signature)
+        skip = self._unfit_result(call, out)
+        if skip is None:
+            skip = self._judge(call, out)
+        if skip is not None:
+            self.ledger.skip(skip, counts)
+        else:
+            counts.attempts += 1
+        self.ledger.check_seconds += perf_counter() - start
+
+    def _unfit_result(self, call: Call, out: Any) -> SkipReason | None:
+        if call.rng_before is not None and _moved(call.rng_before, call.args):
+            self._tracker.random_calls += 1
+            return SkipReason.RANDOM
+        largest = 0
+        for leaf in leaves_of(out):
+            if not isinstance(leaf.value, Tensor):
+                continue
+            if not _torch.is_plain_tensor(leaf.value):
+                return SkipReason.UNSUPPORTED_TYPE
+            largest = max(largest, leaf.value.numel())
+            dtype = leaf.value.dtype
+            if call.out_dtype is None and (dtype.is_floating_point or dtype.is_complex):
+                call.out_dtype = dtype
+            call.on_device = call.on_device or leaf.value.device.type != "cpu"
+        return SkipReason.TOO_LARGE if largest > self._settings.max_numel else None
+
+    def _judge(self, call: Call, out: Any) -> SkipReason | None:
+        settings = self._settings
+        rtol, atol = documented_tolerances(
+            rtol=settings.rtol, atol=settings.atol, half=any(d in _HALF for d in call.signature)
+        )
+        with _torch.outside_everything():
+            reference = choose(call, on_device=call.on_device, seed=settings.seed)
+            if isinstance(reference, SkipReason):
+                return reference
+            try:
+                found = judge(
+                    call, out, reference, criterion=settings.criterion, rtol=rtol, atol=atol
+                )
+            except (NotImplementedError, RuntimeError) as error:
+                if is_missing_kernel(error):
+                    return SkipReason.REFERENCE_NOT_AVAILABLE
+                raise
+            finally:
+                if call.rng_before is not None:
+                    _restore(call.rng_before)
+            if found.skip is not None:
+                return found.skip
+            record = self._record(call, out, found, reference.label, rtol, atol)
+            held = self._holds(call, out, found)
+        item = _Held(record, call.site, call.signature, found.compared)
+        if held:
+            call.frame.held.append(item)
+        else:
+            self._finish(item)
+        return None
+
+    def _holds(self, call: Call, out: Any, found: Judgement) -> bool:
+        """True for the first call of an open module that makes non-finite values of finite ones."""
+        frame = call.frame
+        return (
+            found.passed
+            and found.nonfinite
+            and frame is not None
+            and not frame.held
+            and call.site.phase == "forward"
+            and not is_finite(out)
+            and is_finite((call.args, call.kwargs))
+        )
+
+    def _record(
+        self, call: Call, out: Any, found: Judgement, label: str, rtol: float, atol: float
+    ) -> OpRecord:
+        return OpRecord(
+            op=call.traits.name,
+            module=call.site.module,
+            phase=call.site.phase,
+            index=call.index,
+            step=call.step,
+            occurrence=call.occurrence,
+            inputs=tuple(spell_tensor((*call.args, *call.kwargs.values()))),
+            outputs=tuple(spell_tensor(out)),
+            verdict=Verdict.PASS if found.passed else Verdict.FAIL,
+            metrics=found.metrics,
+            source=call.source,
+            reason=found.reason,
+            notes=found.notes,
+            criterion=self._settings.criterion,
+            rtol=rtol,
+            atol=atol,
+            reference=label,
+            run_id=self._run_id,
+            rank=self._rank,
+        )
+
+    def _finish(self, item: _Held) -> None:
+        record = item.record
+        self.ledger.judged(
+            (item.call_site.module, item.call_site.phase, record.op),
+            item.signature,
+            record.verdict,
+            item.compared,
+            crashed=record.error is not None,
+        )
+        self._emit(record)
+
+    # ---- non-finite origins ----
+
+    def module_ended(self, frame: ModuleFrame, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Judge what was held back until now."""
+        with self._lock:
+            held, frame.held = frame.held, []
+            for item in held:
+                born = self._origin(frame, kwargs, output, item.record)
+                self._finish(replace(item, record=_with_origin(item.record, born)))
+
+    def _origin(
+        self, frame: ModuleFrame, kwargs: Mapping[str, Any], output: Any, record: OpRecord
+    ) -> Born:
+        start = perf_counter()
+        self._tracker.replaying(True)
+        try:
+            return judge_origin(
+                frame, kwargs, output, record.op, record.occurrence, self._tracker.random_calls
+            )
+        except Exception as error:  # noqa: BLE001 - our crash must not be the user's
+            text = f"{record.op} made a non-finite value; looking into it crashed: {error!r}"
+            return Born(failed=False, text=text)
+        finally:
+            self._tracker.replaying(False)
+            self.ledger.check_seconds += perf_counter() - start
+
+    def release(self) -> None:
+        """Modules that never ended: what they hold is written as it is."""
+        for frame in self._tracker.drain():
+            self.module_ended(frame, {}, None)
+
+    # ---- crashes of ours ----
+
+    def _crashed(self, call: Call, out: Any) -> None:
+        record = OpRecord(
+            op=call.traits.name, module=call.site.module, phase=call.site.phase,
+            index=call.index, step=call.step, occurrence=call.occurrence,
+            inputs=tuple(spell_tensor((*call.args, *call.kwargs.values()))),
+            outputs=tuple(spell_tensor(out)), source=call.source,
+            verdict=Verdict.INCONCLUSIVE, reason="checking this call crashed",
+            error=traceback.format_exc(), criterion=self._settings.criterion,
+            run_id=self._run_id, rank=self._rank,
+        )  # fmt: skip
+        self.ledger.counts_of(call.signature).attempts += 1
+        self._finish(_Held(record, call.site, call.signature, 0))
+
+    def _crashed_before(self, func: Any) -> None:
+        name = str(func)
+        record = OpRecord(
+            op=name if name.count(".") >= 2 else f"{name}.default", index=self.ledger.seen - 1,
+            step=self.step, verdict=Verdict.INCONCLUSIVE,
+            reason="looking at this call crashed before it ran", error=traceback.format_exc(),
+            criterion=self._settings.criterion, run_id=self._run_id, rank=self._rank,
+        )  # fmt: skip
+        self._finish(_Held(record, Site("", "other"), (func,), 0))
+
+    # ---- steps and compiled regions ----
+
+    def end_step(self) -> None:
+        """The next call belongs to the next step."""
+        with self._lock:
+            self.release()
+            self.ledger.end_step()
+            self._tracker.forget_step()
+            self.step += 1
+
+    def compiled_region_ran(self) -> None:
+        """Inductor code ran: one call that nobody can look into."""
+        with self._lock:
+            site = self._tracker.locate()
+            self.ledger.count((site.module, site.phase, "inductor_compiled_code"))
+            self.ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
+
+
+def _with_origin(record: OpRecord, born: Born) -> OpRecord:
+    if born.failed:
+        return replace(record, verdict=Verdict.FAIL, reason=born.text)
+    return replace(record, notes=(*record.notes, born.text))
+
+
+def _owned(args: tuple[Any, ...]) -> list[Any]:
+    first = args[0] if args else None
+    return list(first) if isinstance(first, (list, tuple)) else [first]
+
+
+def _count_elements(out: Any) -> int:
+    if isinstance(out, Tensor):
+        return out.numel()
+    if isinstance(out, (list, tuple)):
+        return sum(_count_elements(item) for item in out)
+    return 0
+
+
+# ---- generators ---------------------------------------------------------------------------------
+
+
+def _generator_states(args: tuple[Any, ...]) -> list[tuple[str, Tensor]]:
+    """The states of the default generators that an op on these arguments may draw from."""
+    states = [("cpu", torch.get_rng_state())]
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.device.type != "cpu":
+            device = arg.device.type
+            states.append((device, torch.get_device_module(device).get_rng_state()))
+            break
+    return states
+
+
+def _moved(before: list[tuple[str, Tensor]], args: tuple[Any, ...]) -> bool:
+    with _torch.outside_everything():
+        now = _generator_states(args)
+        return any(
+            left[1].numpy().tobytes() != right[1].numpy().tobytes()
+            for left, right in zip(before, now, strict=True)
+        )
+
+
+def _restore(states: list[tuple[str, Tensor]]) -> None:
+    for device, state in states:
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state)
+

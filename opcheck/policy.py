@@ -1,0 +1,162 @@
+"""Call -> check it, or skip it with a reason.
+
+Decided from the settings and from what the call's arguments are; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opcheck import _torch
+from opcheck.calls import OpTraits
+from opcheck.records import SkipReason
+from opcheck.settings import Settings
+
+__all__ = ["Policy", "describe", "is_wide_enough"]
+
+_GOLDEN_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float64, torch.complex128}
+)
+_INEXACT = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+_UNSUPPORTED_DTYPES = frozenset(
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype)
+    and (
+        (dtype in _INEXACT and dtype not in _GOLDEN_DTYPES)
+        or name.startswith(("q", "bits", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+                            "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"))
+    )
+) - {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}  # fmt: skip
+
+
+class Described:
+    """The tensor arguments of one call at a glance."""
+
+    __slots__ = ("inexact", "key", "largest", "on_device", "unsupported")
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.largest = 0
+        self.inexact = False
+        self.on_device = False
+        self.unsupported = False
+
+
+def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Described:
+    """Signature and size of a call, lists included."""
+    found = Described()
+    found.key.append(func)
+    for value in args:
+        if isinstance(value, Tensor):
+            _add(found, value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    _add(found, item)
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            _add(found, value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    _add(found, item)
+    return found
+
+
+def _add(found: Described, tensor: Tensor) -> None:
+    dtype = tensor.dtype
+    found.key.append(dtype)
+    if dtype in _INEXACT:
+        found.inexact = True
+    if dtype in _UNSUPPORTED_DTYPES or not _torch.is_plain_tensor(tensor):
+        found.unsupported = True
+        found.key.append("other")
+        return
+    if tensor.is_contiguous():
+        layout = "contiguous"
+    else:
+        layout = "expanded" if 0 in tensor.stride() else "strided"
+    found.key.append(layout)
+    numel = tensor.numel()
+    if numel > found.largest:
+        found.largest = numel
+    if not found.on_device and tensor.device.type != "cpu":
+        found.on_device = True
+
+
+def is_wide_enough(dtype: torch.dtype) -> bool:
+    """True for the dtypes that have no wider twin to be judged by."""
+    return dtype in (torch.float64, torch.complex128)
+
+
+class Policy:
+    """The settings of a session, asked once per call."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._selected_ops: dict[str, bool] = {}
+        self._selected_modules: dict[str, bool] = {}
+
+    def outside(self, traits: OpTraits, module: str, step: int) -> SkipReason | None:
+        """Not asked for by the user: other steps, ops or modules were."""
+        settings = self._settings
+        end = None if settings.num_steps is None else settings.start_step + settings.num_steps
+        if step < settings.start_step or (end is not None and step >= end):
+            return SkipReason.OUTSIDE_STEPS
+        if not self._op_selected(traits):
+            return SkipReason.EXCLUDED
+        if settings.modules and not self._module_selected(module):
+            return SkipReason.OUTSIDE_MODULES
+        return None
+
+    def unfit(self, found: Described, attempts: int) -> SkipReason | None:
+        """Not possible, or too much."""
+        settings = self._settings
+        if found.unsupported:
+            return SkipReason.UNSUPPORTED_TYPE
+        if found.largest > settings.max_numel:
+            return SkipReason.TOO_LARGE
+        if settings.max_checks is not None and attempts >= settings.max_checks:
+            return SkipReason.BUDGET_USED_UP
+        return None
+
+    def _op_selected(self, traits: OpTraits) -> bool:
+        settings = self._settings
+        if not settings.include and not settings.exclude:
+            return True
+        chosen = self._selected_ops.get(traits.name)
+        if chosen is None:
+            names = op_spellings(traits.name)
+            chosen = not settings.include or _any_match(names, settings.include)
+            chosen = chosen and not _any_match(names, settings.exclude)
+            self._selected_ops[traits.name] = chosen
+        return chosen
+
+    def _module_selected(self, module: str) -> bool:
+        chosen = self._selected_modules.get(module)
+        if chosen is None:
+            parts = module.split(".")
+            parents = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            chosen = _any_match([*parents, ""], self._settings.modules)
+            self._selected_modules[module] = chosen
+        return chosen
+
+
+def op_spellings(name: str) -> list[str]:
+    """Every way in which `aten.add.Tensor` may be named: with and without namespace, overload."""
+    namespace, base, overload = (name.split(".") + ["", ""])[:3]
+    short = f"{base}.{overload}"
+    return [name, short, base, f"{namespace}.{base}"]
+
+
+def _any_match(names: list[str], globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs for name in names)

@@ -1,0 +1,455 @@
+"""Call -> what it should have computed.
+
+Two references. The *baseline* is the op in the same dtype, by torch's own CPU kernel: it exists
+where that kernel is not itself under test (the op ran on another device, or somebody registered
+another kernel). The *golden* is the op on inputs widened to float64, and *perturbed* goldens show
+how far the result moves when the inputs move by one unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from opcheck import _torch
+from opcheck.calls import Call, Param
+from opcheck.golden_rules import (
+    ADJUST,
+    KEPT_DTYPE,
+    NO_FLOAT64,
+    NO_GOLDEN,
+    READS_STORAGE,
+    SCALARS_IN_FLOAT32,
+    Bound,
+    wider,
+)
+from opcheck.records import SkipReason
+from opcheck.verdicts import spacing_of
+
+__all__ = ["Reference", "Result", "choose", "host_array", "snapshot", "to_host"]
+
+Array = npt.NDArray[Any]
+_INDEPENDENT_TF32 = 2.0**-11
+"""Relative step of TF32 inputs: products on a GPU are perturbed by it where TF32 is allowed."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run of the reference gave: its results, and its arguments that were written to."""
+
+    out: Any
+    written: list[Any]
+
+
+@dataclass(slots=True)
+class Reference:
+    """Runs the reference of one call."""
+
+    call: Call
+    label: str
+    """Who plays it: "float64", "cpu kernel", "decomposition"."""
+    run: Callable[[list[Any], dict[str, Any]], Any]
+    has_baseline: bool
+    seed: int
+    integers_become_floats: bool = False
+    """The op makes floats of integers, and would make float32 of them in the golden too."""
+    _widened: dict[int, Tensor] = field(default_factory=dict)
+    _golden: Result | None = None
+    _draws: dict[int, Result] = field(default_factory=dict)
+
+    def baseline(self) -> Result:
+        """The op in the dtype of the call, strides as they were."""
+        call = self.call
+        fresh: dict[int, Tensor] = {}
+        return self._run(partial(_same_dtype, call.before, fresh))
+
+    def golden(self) -> Result:
+        """The op in float64, once."""
+        if self._golden is None:
+            self._golden = self._run(self._widen, adjust=True)
+        return self._golden
+
+    def perturbed(self, draw: int) -> Result:
+        """The op in float64 on inputs moved by one unit in the last place, signs drawn at random.
+
+        The draws depend on the seed, the call and `draw` alone, so that a verdict never flips from
+        run to run.
+        """
+        found = self._draws.get(draw)
+        if found is None:
+            rng = np.random.default_rng((self.seed, self.call.index, draw))
+            moved: dict[int, Tensor] = {}
+            found = self._run(partial(self._perturb, rng, moved), adjust=True)
+            self._draws[draw] = found
+        return found
+
+    # ---- arguments ----
+
+    def _run(self, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool = False) -> Result:
+        call = self.call
+        call.wide_storages.clear()
+        bound: Bound = {}
+        written: list[Any] = []
+        for param, value in call.traits.bound(call.args, call.kwargs):
+            new = self._convert(param, value, convert, adjust=adjust)
+            bound[param.name] = new
+            if param.mutated and value is not None:
+                written.append(new)
+        if adjust:
+            _name_dtypes(call, bound)
+            rule = ADJUST.get(call.traits.base)
+            if rule is not None:
+                rule(call, bound)
+        args, kwargs = _spread(call.traits.params, bound)
+        return Result(self.run(args, kwargs), written)
+
+    def _convert(
+        self, param: Param, value: Any, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool
+    ) -> Any:
+        if isinstance(value, Tensor):
+            return convert(param, value)
+        if isinstance(value, (list, tuple)) and param.kind in ("tensors", "scalars"):
+            return [self._convert(param, item, convert, adjust=adjust) for item in value]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return value
+        if param.kind in ("scalar", "scalars", "tensor") and adjust:
+            value = _rounded_number(self.call, value)
+        # below the dispatcher a Tensor argument has to be one; a 0-dim tensor promotes likewise
+        return _number_tensor(self.call, value, wide=adjust) if param.kind == "tensor" else value
+
+    def _widen(self, param: Param, tensor: Tensor) -> Tensor:
+        if param.name in KEPT_DTYPE.get(self.call.traits.base, ()):
+            return _same_dtype(self.call.before, {}, param, tensor)
+        if param.mutated or self.call.before_groups:  # fresh for each run, which writes to it
+            return self._widened_copy(tensor)
+        known = self._widened.get(id(tensor))
+        if known is None:
+            known = self._widened[id(tensor)] = self._widened_copy(tensor)
+        return known
+
+    def _widened_copy(self, tensor: Tensor) -> Tensor:
+        source = self.call.before.get(id(tensor), tensor)
+        dtype = wider(source.dtype)
+        if self.integers_become_floats:
+            dtype = torch.float64
+        if not _is_inexact(dtype):
+            is_copied = id(tensor) in self.call.before
+            return to_host(source).clone() if is_copied else to_host(source)
+        if id(tensor) in self.call.before and self.call.before_groups:
+            return _widened_like(self.call, source, dtype)
+        wide = to_host(source).to(dtype, memory_format=torch.contiguous_format)
+        # a float64 program: `.to` gave the tensor itself
+        return wide.clone() if wide.data_ptr() == source.data_ptr() and wide.numel() else wide
+
+    def _perturb(
+        self, rng: np.random.Generator, moved: dict[int, Tensor], param: Param, tensor: Tensor
+    ) -> Tensor:
+        known = moved.get(id(tensor))
+        if known is not None:
+            return known
+        wide = self._widen(param, tensor)
+        dtype = tensor.dtype
+        if not _is_inexact(dtype) or self.call.before_groups:
+            return wide
+        values = wide.detach().numpy()
+        flat = np.ascontiguousarray(values).reshape(-1)
+        parts = flat.view(np.float64) if dtype.is_complex else flat
+        step = spacing_of(parts, _real_name(dtype))
+        if _uses_tf32(self.call, tensor):
+            step = np.maximum(step, np.abs(parts) * _INDEPENDENT_TF32)
+        signs = rng.integers(0, 2, size=parts.shape, dtype=np.int8) * 2 - 1
+        new = (parts + step * signs).view(flat.dtype).reshape(values.shape)
+        moved[id(tensor)] = torch.from_numpy(new)
+        return moved[id(tensor)]
+
+
+def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
+    """Who plays the reference of a call, or why nobody can."""
+    traits = call.traits
+    table = _torch.kernels()
+    overridden = table.is_overridden(traits.qualified)
+    kernel = table.original(traits.qualified)
+    if traits.base in NO_FLOAT64 and not (kernel and (on_device or overridden)):
+        return SkipReason.REFERENCE_NOT_AVAILABLE
+    makes_floats = _makes_floats(call)
+    if kernel is not None:
+        run = partial(_call_kernel, kernel)
+        if on_device or overridden:
+            return Reference(call, "cpu kernel", run, True, seed, makes_floats)
+        if not _golden_is_independent(call):
+            return SkipReason.NO_INDEPENDENT_REFERENCE
+        return Reference(call, "float64", run, False, seed, makes_floats)
+    if not traits.name.startswith(("aten.", "prims.")):
+        return SkipReason.NO_CPU_KERNEL
+    formula = _torch.decomposition(call.func)
+    if formula is None:
+        return SkipReason.REFERENCE_NOT_AVAILABLE
+    run = partial(_call_formula, formula)
+    return Reference(call, "decomposition", run, False, seed, makes_floats)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_narrow(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and _is_inexact(dtype) and wider(dtype) is not dtype
+
+
+def _input_dtypes(call: Call) -> tuple[torch.dtype, ...]:
+    return call.signature[1::2]
+
+
+def _golden_is_independent(call: Call) -> bool:
+    """False where the golden could only repeat what the kernel under test did.
+
+    That is so for integers and for float64, which have no wider twin.
+    """
+    if call.traits.base in NO_GOLDEN:
+        return False
+    inexact = [dtype for dtype in _input_dtypes(call) if _is_inexact(dtype)]
+    if inexact:
+        return any(_is_narrow(dtype) for dtype in inexact)
+    return _is_narrow(call.out_dtype)
+
+
+def _makes_floats(call: Call) -> bool:
+    """True for a pointwise op that takes integers and gives floats, `5 / 2`."""
+    inputs = _input_dtypes(call)
+    return (
+        bool(inputs)
+        and _is_narrow(call.out_dtype)
+        and not any(_is_inexact(dtype) for dtype in inputs)
+        and "pointwise" in _torch.tags_of(call.func)
+    )
+
+
+def _call_kernel(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return _torch.call_kernel(kernel, tuple(args), kwargs)
+
+
+def _call_formula(formula: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return formula(*args, **kwargs)
+
+
+# ---- copies from before the op ran --------------------------------------------------------------
+
+
+def snapshot(call: Call) -> None:
+    """Copy everything that the op may change, and what shares its memory, before it runs."""
+    traits = call.traits
+    keeps = traits.base in READS_STORAGE
+    if not traits.mutates and not keeps:
+        return
+    by_storage: dict[int, list[Tensor]] = {}
+    written: set[int] = set()
+    for param, value in traits.bound(call.args, call.kwargs):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()._cdata
+            group = by_storage.setdefault(storage, [])
+            if all(tensor is not item for item in group):
+                group.append(tensor)
+            if param.mutated or keeps:
+                written.add(storage)
+    for storage in written:
+        group = by_storage[storage]
+        if len(group) == 1 and not keeps:
+            call.before[id(group[0])] = copy_strided(group[0])
+        else:
+            _copy_group(call, group)
+
+
+def _copy_group(call: Call, group: list[Tensor]) -> None:
+    """Tensors that share memory share it in the copy as well."""
+    call.before_groups = True
+    whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
+    whole = whole.set_(group[0].untyped_storage()).detach().to("cpu", copy=True)  # type: ignore[call-overload]
+    for tensor in group:
+        view = torch.empty(0, dtype=tensor.dtype)
+        view.set_(
+            whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )  # type: ignore[call-overload]
+        call.before[id(tensor)] = view
+
+
+def copy_strided(tensor: Tensor) -> Tensor:
+    """A copy on the CPU with the same strides and own memory."""
+    plain = tensor.detach()
+    if plain.is_contiguous() or plain.numel() == 0:
+        return plain.to("cpu", copy=True)
+    if 0 in plain.stride():
+        return to_host(plain.contiguous())
+    copy = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device="cpu")
+    copy.copy_(plain)
+    if plain.is_conj():
+        copy = copy.conj()
+    return copy
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; itself where it is there already. Strides are kept."""
+    plain = tensor.detach()
+    if plain.device.type == "cpu":
+        return plain
+    return copy_strided(plain)
+
+
+def _same_dtype(
+    before: dict[int, Tensor], fresh: dict[int, Tensor], param: Param, tensor: Tensor
+) -> Tensor:
+    source = before.get(id(tensor))
+    if source is None:
+        return to_host(tensor)
+    if not fresh and before:
+        fresh.update(_cloned_together(before))
+    return fresh[id(tensor)]
+
+
+def _cloned_together(before: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copies of the copies, those that share memory sharing it again."""
+    storages: dict[int, Any] = {}
+    found: dict[int, Tensor] = {}
+    for key, tensor in before.items():
+        storage = tensor.untyped_storage()
+        own = storages.setdefault(storage._cdata, storage.clone())
+        view = torch.empty(0, dtype=tensor.dtype)
+        view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        found[key] = view
+    return found
+
+
+def _widened_like(call: Call, source: Tensor, dtype: torch.dtype) -> Tensor:
+    """The widened view of shared memory: one float64 storage for all views of one storage."""
+    storage = source.untyped_storage()
+    shared = call.wide_storages.get(storage._cdata)
+    if shared is None:
+        flat = torch.empty(0, dtype=source.dtype)
+        size = storage.nbytes() // source.element_size()
+        flat.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]
+        shared = call.wide_storages[storage._cdata] = (source.dtype, flat.to(dtype))
+    if shared[0] != source.dtype:
+        raise NotImplementedError("views of one memory in several dtypes have no float64 twin")
+    return shared[1].as_strided(source.size(), source.stride(), source.storage_offset())
+
+
+# ---- numbers and dtypes -------------------------------------------------------------------------
+
+
+def _computing_dtype(call: Call) -> torch.dtype | None:
+    """The floating dtype in which a call with Python numbers computes, None for integer calls."""
+    found: torch.dtype | None = None
+    for value in call.args:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Tensor) and _is_inexact(tensor.dtype):
+                dtype = tensor.dtype
+                found = dtype if found is None else torch.promote_types(found, dtype)
+    if found in (torch.float16, torch.bfloat16) and (
+        call.traits.base.rstrip("_").removeprefix("_foreach_") in SCALARS_IN_FLOAT32
+    ):
+        return torch.float32
+    return found
+
+
+_NUMPY_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {
+    torch.float32: np.float32,
+    torch.complex64: np.float32,
+    torch.float16: np.float16,
+}
+
+
+def _rounded_number(call: Call, value: int | float) -> int | float:
+    """A Python number as the kernel sees it: in the dtype that the op computes in."""
+    dtype = _computing_dtype(call)
+    if isinstance(value, int) and abs(value) <= 256:
+        return value
+    if dtype is torch.bfloat16:
+        bits = np.float32(value).view(np.uint32)
+        if not np.isfinite(np.float32(value)):
+            return value
+        rounded = (np.uint64(bits) + 0x7FFF + ((np.uint64(bits) >> 16) & 1)) & 0xFFFF0000
+        return float(np.uint32(rounded).view(np.float32))
+    kind = _NUMPY_FLOATS.get(dtype) if dtype is not None else None
+    if kind is None:
+        return value
+    with np.errstate(over="ignore"):
+        return float(kind(value))
+
+
+def _number_tensor(call: Call, value: int | float, *, wide: bool) -> Tensor:
+    dtype = _computing_dtype(call)
+    if wide and dtype is not None:
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=dtype or torch.get_default_dtype())
+    return torch.tensor(value)
+
+
+def _name_dtypes(call: Call, bound: Bound) -> None:
+    """Arguments that name a dtype name its float64 twin; what they would round, they round first."""
+    for param in call.traits.params:
+        if param.kind != "dtype":
+            continue
+        dtype = bound.get(param.name)
+        if dtype is not None:
+            _round_first(call, bound, dtype)
+            bound[param.name] = wider(dtype)
+        elif not _input_dtypes(call) and call.out_dtype is not None:  # a factory
+            bound[param.name] = wider(call.out_dtype)
+
+
+def _round_first(call: Call, bound: Bound, dtype: torch.dtype) -> None:
+    """`sum(x, dtype=bfloat16)` of a float32 tensor sums the rounded elements."""
+    name = call.traits.params[0].name
+    given, source = call.args[0] if call.args else None, bound.get(name)
+    if isinstance(given, Tensor) and isinstance(source, Tensor) and (
+        given.dtype.is_floating_point and dtype.is_floating_point
+    ):
+        if torch.finfo(dtype).eps > torch.finfo(given.dtype).eps:
+            bound[name] = source.to(dtype).to(torch.float64)
+
+
+def _spread(params: tuple[Param, ...], bound: Bound) -> tuple[list[Any], dict[str, Any]]:
+    """Bound arguments as positional ones as far as possible, keywords from the first gap on."""
+    args: list[Any] = []
+    for param in params:
+        if param.kwarg_only or param.name not in bound:
+            break
+        args.append(bound[param.name])
+    named = {param.name for param in params[: len(args)]}
+    return args, {name: value for name, value in bound.items() if name not in named}
+
+
+def _real_name(dtype: torch.dtype) -> str:
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    return str(real).removeprefix("torch.")
+
+
+def _uses_tf32(call: Call, tensor: Tensor) -> bool:
+    if tensor.device.type != "cuda" or tensor.dtype is not torch.float32:
+        return False
+    if "conv" in call.traits.base:
+        return bool(torch.backends.cudnn.allow_tf32)
+    return bool(torch.backends.cuda.matmul.allow_tf32) and "mm" in call.traits.base
+
+
+def host_array(tensor: Tensor) -> Array:
+    """The values as a NumPy array: 16-bit floats as float32, which holds them exactly."""
+    plain = tensor.detach()
+    if plain.device.type != "cpu":
+        plain = plain.to("cpu")
+    if plain.is_conj():
+        plain = plain.resolve_conj()
+    if plain.is_neg():
+        plain = plain.resolve_neg()
+    if plain.dtype in (torch.bfloat16, torch.float16):
+        plain = plain.to(torch.float32)
+    return plain.numpy()

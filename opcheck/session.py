@@ -1,0 +1,262 @@
+"""`opcheck.check`: a context manager around a step, and what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import nn
+
+from opcheck import _torch
+from opcheck.errors import ArgumentTypeError, PrecisionError
+from opcheck.intercept import CheckMode
+from opcheck.modules import ModuleTracker
+from opcheck.pipeline import Pipeline
+from opcheck.records import SCHEMA, SCHEMA_VERSION, Coverage, OpRecord, Verdict
+from opcheck.report import one_line, render
+from opcheck.review import Run
+from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
+from opcheck.sinks import LogFiles, log_names
+
+__all__ = ["Session", "check"]
+
+
+def check(
+    model: nn.Module | None = None,
+    *,
+    log_dir: str | os.PathLike[str] = "logs",
+    rtol: float = DEFAULT_RTOL,
+    atol: float = DEFAULT_ATOL,
+    criterion: str | None = None,
+    max_checks: int | None = 10,
+    log_once: bool = True,
+    max_numel: int = 1_000_000,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    modules: str | Iterable[str] = (),
+    start_step: int = 0,
+    num_steps: int | None = None,
+    on_failure: str | Callable[[OpRecord], None] = "log",
+    seed: int = 0,
+    quiet: bool = False,
+) -> Session:
+    """Check every ATen op of the code in the `with` block against the CPU in float64.
+
+    Args:
+        model: gives the module names; without it they come from the outermost module that runs.
+        log_dir: folder of `precision.log` and `precision.jsonl`; made when missing.
+        rtol: relative tolerance of `criterion="allclose"`, at least 1e-2 with 16-bit inputs.
+        atol: absolute tolerance, likewise.
+        criterion: "calibrated", "allclose", or None: calibrated unless a tolerance was changed.
+        max_checks: checks of each signature (op, dtypes and layouts of its tensors); None checks
+            every call, 0 checks nothing and still counts.
+        log_once: write one text line per failing op, module and phase.
+        max_numel: calls with a larger tensor, argument or result, are skipped and counted.
+        include: globs over op names (`aten.add.*`, `add`, `add.Tensor`); only these are checked.
+        exclude: globs over op names that are not checked.
+        modules: globs over module names; a module's children are included.
+        start_step: first step that is checked.
+        num_steps: how many steps are checked; None is all.
+        on_failure: "log", "raise" (a `PrecisionError` on leaving the context), or a function that
+            is given the record.
+        seed: of our own sampling; the user's generators are never touched.
+        quiet: say nothing on leaving, and keep failures to the log files.
+
+    Returns:
+        A context manager that is its own result; it may be entered again for the next step.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is not allowed; nothing was changed.
+        LogWriteError: on entry, when the logs cannot be written.
+        PrecisionError: on leaving, with `on_failure="raise"`.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"model: expected a torch.nn.Module or None, got {model!r} ({type(model).__name__})"
+        )
+    settings = Settings.from_arguments(
+        log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
+        log_once=log_once, max_numel=max_numel, include=include, exclude=exclude,
+        modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
+        seed=seed, quiet=quiet,
+    )  # fmt: skip
+    return Session(model, settings)
+
+
+class Session:
+    """What a `with opcheck.check(...)` block saw. Made by `check`, not by hand.
+
+    Attributes:
+        records: every checked call, and every call whose checking crashed, in order of dispatch.
+        failures: the FAIL records, first divergence first.
+        coverage: what became of every call; `seen == checked + sum(skipped) + errors`.
+        verdict: PASS, FAIL or INCONCLUSIVE.
+    """
+
+    def __init__(self, model: nn.Module | None, settings: Settings) -> None:
+        self.settings = settings
+        self.run_id = uuid.uuid4().hex[:12]
+        self.rank, self._world_size = _rank()
+        text, lines = log_names(self.rank, self._world_size)
+        self.log_path = settings.log_dir / lines
+        self._files = LogFiles(settings.log_dir / text, self.log_path, quiet=settings.quiet)
+        self._records: list[OpRecord] = []
+        self._in_order = True
+        self._logged: set[tuple[str, str, str]] = set()
+        self._has_header = False
+        self._exits: contextlib.ExitStack | None = None
+        self._tracker = ModuleTracker(
+            model, on_step_end=self.next_step, on_module_end=self._module_ended
+        )
+        self._pipeline = Pipeline(
+            settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep
+        )
+
+    # ---- results ----
+
+    @property
+    def records(self) -> list[OpRecord]:
+        """Every checked call and every ERROR, in order of dispatch."""
+        if not self._in_order:
+            self._records.sort(key=lambda record: record.index)
+            self._in_order = True
+        return self._records
+
+    @property
+    def failures(self) -> list[OpRecord]:
+        """The FAIL records, first divergence first."""
+        return [record for record in self.records if record.verdict is Verdict.FAIL]
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was seen, and what became of it."""
+        return self._pipeline.ledger.coverage()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the whole session."""
+        return self._run().verdict
+
+    def report(self, *, width: int | None = None) -> str:
+        """The findings for a person, as text of at most `width` columns."""
+        return render(self._run(), width=width, log_path=self.log_path)
+
+    def _run(self) -> Run:
+        return Run(header=self._header(), records=self.records, coverage=self.coverage)
+
+    # ---- the context ----
+
+    def __enter__(self) -> Session:
+        if self._exits is not None:
+            raise RuntimeError("this session is entered already; make another with opcheck.check()")
+        _torch.kernels()
+        with contextlib.ExitStack() as exits:
+            self._files.open()
+            exits.callback(self._files.close)
+            if self._has_header:
+                self.next_step()
+            else:
+                self._files.header(self._header())
+                self._has_header = True
+            self._tracker.install()
+            exits.callback(self._tracker.remove)
+            exits.enter_context(
+                _torch.compiled_regions.listening(self._pipeline.compiled_region_ran)
+            )
+            exits.enter_context(CheckMode(self._pipeline))
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: Any) -> None:
+        exits, self._exits = self._exits, None
+        if exits is None:
+            return
+        with exits:
+            self._pipeline.release()
+            coverage = self.coverage
+            exits.callback(self._files.coverage, coverage, self.run_id, self.rank)
+        if not self.settings.quiet:
+            self._say()
+        if kind is None and self.settings.on_failure == "raise" and self.failures:
+            run = self._run()
+            raise PrecisionError(one_line(run, self.log_path), self.failures[0])
+
+    def next_step(self) -> None:
+        """End the present step; where an optimizer runs, steps are told apart without this."""
+        if self._pipeline.ledger.has_calls_in_step:
+            self._pipeline.end_step()
+
+    def _say(self) -> None:
+        run = self._run()
+        level = "INFO" if run.verdict is Verdict.PASS else "WARNING"
+        line = one_line(run, self.log_path)
+        if self._files.problem:
+            line += f" (the log is incomplete: {self._files.problem})"
+        logger.bind(opcheck=self.run_id).log(level, line)
+
+    # ---- records ----
+
+    def _module_ended(self, *args: Any) -> None:
+        self._pipeline.module_ended(*args)
+
+    def _keep(self, record: OpRecord) -> None:
+        if self._records and record.index < self._records[-1].index:
+            self._in_order = False
+        self._records.append(record)
+        self._files.record(record)
+        if record.verdict is not Verdict.FAIL:
+            return
+        place = (record.op, record.module, record.phase)
+        if not (self.settings.log_once and place in self._logged):
+            self._logged.add(place)
+            self._files.failure(record)
+        if callable(self.settings.on_failure):
+            self.settings.on_failure(record)
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "version": SCHEMA_VERSION,
+            "run_id": self.run_id,
+            "rank": self.rank,
+            "world_size": self._world_size,
+            "started": datetime.fromtimestamp(time.time(), timezone.utc).isoformat(),
+            "environment": _environment(),
+            "settings": self.settings.as_json(),
+        }
+
+
+def _rank() -> tuple[int, int]:
+    """(rank, world size) of this process: of the process group, or of the environment."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        rank = int(os.environ.get("RANK", "0"))
+        return rank, max(int(os.environ.get("WORLD_SIZE", "1")), rank + 1)
+    except ValueError:
+        return 0, 1
+
+
+def _environment() -> dict[str, Any]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "accelerator": str(accelerator or "none"),
+        "threads": torch.get_num_threads(),
+        "script": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
+    }

@@ -1,0 +1,155 @@
+"""The options of `opcheck.check`, frozen and validated at birth."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.records import OpRecord
+
+__all__ = ["CRITERIA", "DEFAULT_ATOL", "DEFAULT_RTOL", "Settings"]
+
+CRITERIA = ("calibrated", "allclose")
+DEFAULT_RTOL = 1e-4
+DEFAULT_ATOL = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `opcheck.check` was asked for.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the message names the field, the value and what is
+            allowed.
+    """
+
+    log_dir: Path = Path("logs")
+    rtol: float = DEFAULT_RTOL
+    atol: float = DEFAULT_ATOL
+    criterion: str = "calibrated"
+    max_checks: int | None = 10
+    log_once: bool = True
+    max_numel: int = 1_000_000
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    start_step: int = 0
+    num_steps: int | None = None
+    on_failure: str | Callable[[OpRecord], None] = "log"
+    seed: int = 0
+    quiet: bool = False
+
+    @classmethod
+    def from_arguments(cls, **given: Any) -> Settings:
+        """Validate the arguments of `opcheck.check`; `criterion=None` follows the tolerances."""
+        rtol = _number("rtol", given["rtol"])
+        atol = _number("atol", given["atol"])
+        return cls(
+            log_dir=_path("log_dir", given["log_dir"]),
+            rtol=rtol,
+            atol=atol,
+            criterion=_criterion(given["criterion"], rtol, atol),
+            max_checks=_count("max_checks", given["max_checks"], optional=True),
+            log_once=_flag("log_once", given["log_once"]),
+            max_numel=_count("max_numel", given["max_numel"]),
+            include=_globs("include", given["include"]),
+            exclude=_globs("exclude", given["exclude"]),
+            modules=_globs("modules", given["modules"]),
+            start_step=_count("start_step", given["start_step"]),
+            num_steps=_count("num_steps", given["num_steps"], optional=True),
+            on_failure=_on_failure(given["on_failure"]),
+            seed=_count("seed", given["seed"]),
+            quiet=_flag("quiet", given["quiet"]),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as the header of a log carries them."""
+        found: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            found[name] = (
+                list(value)
+                if isinstance(value, tuple)
+                else value
+                if value is None or isinstance(value, (bool, int, float, str))
+                else str(value)
+            )
+        return found
+
+
+def _number(field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(
+            f"{field}: expected a number >= 0, got {value!r} ({_kind(value)})"
+        )
+    if not (math.isfinite(value) and value >= 0):
+        raise ArgumentError(f"{field}: expected a finite number >= 0, got {value!r}")
+    return float(value)
+
+
+def _count(field: str, value: object, *, optional: bool = False) -> Any:
+    if value is None and optional:
+        return None
+    allowed = "an int >= 0" + (" or None" if optional else "")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{field}: expected {allowed}, got {value!r} ({_kind(value)})")
+    if value < 0:
+        raise ArgumentError(f"{field}: expected {allowed}, got {value!r}")
+    return value
+
+
+def _flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{field}: expected True or False, got {value!r} ({_kind(value)})")
+    return value
+
+
+def _globs(field: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Iterable):
+        raise ArgumentTypeError(
+            f"{field}: expected globs (strings), got {value!r} ({_kind(value)})"
+        )
+    found = tuple(value)
+    for item in found:
+        if not isinstance(item, str):
+            raise ArgumentTypeError(
+                f"{field}: expected globs (strings), got {item!r} ({_kind(item)})"
+            )
+    return found
+
+
+def _path(field: str, value: object) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ArgumentTypeError(f"{field}: expected a path, got {value!r} ({_kind(value)})")
+    return Path(value)
+
+
+def _criterion(value: object, rtol: float, atol: float) -> str:
+    if value is None:
+        changed = (rtol, atol) != (DEFAULT_RTOL, DEFAULT_ATOL)
+        return "allclose" if changed else "calibrated"
+    if not isinstance(value, str):
+        raise ArgumentTypeError(
+            f"criterion: expected one of {CRITERIA} or None, got {value!r} ({_kind(value)})"
+        )
+    if value not in CRITERIA:
+        raise ArgumentError(f"criterion: expected one of {CRITERIA} or None, got {value!r}")
+    return value
+
+
+def _on_failure(value: object) -> Any:
+    if callable(value) or value in ("log", "raise"):
+        return value
+    kind = ArgumentError if isinstance(value, str) else ArgumentTypeError
+    raise kind(f"on_failure: expected 'log', 'raise' or a callable, got {value!r}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

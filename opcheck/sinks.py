@@ -1,0 +1,136 @@
+"""Records to files: the documented text line through loguru, and JSON lines flushed one by one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from loguru import logger
+
+from opcheck.errors import LogWriteError
+from opcheck.records import Coverage, OpRecord, to_json
+from opcheck.textline import format_text_line
+
+__all__ = ["LogFiles", "log_names"]
+
+_FORMAT = "{time:YYYY-MM-DD HH:mm:ss} [WARNING] {message}"
+"""The level is spelled out: a quiet session logs below the level of the user's own sinks."""
+_tokens = itertools.count()
+
+
+def log_names(rank: int, world_size: int) -> tuple[str, str]:
+    """Names of the text log and of the JSON lines for one rank."""
+    stem = f"precision.rank{rank}" if world_size > 1 else "precision"
+    return f"{stem}.log", f"{stem}.jsonl"
+
+
+class LogFiles:
+    """The two files of a run, open from `open()` to `close()`.
+
+    A failure to write (disk full) never reaches the user's step: it is kept in `problem`, and
+    said at the end.
+    """
+
+    def __init__(self, text_path: Path, json_path: Path, *, quiet: bool) -> None:
+        self.text_path = text_path
+        self.json_path = json_path
+        self.problem: str | None = None
+        self._quiet = quiet
+        self._token = f"{os.getpid()}.{next(_tokens)}"
+        self._pid = os.getpid()
+        self._sink: int | None = None
+        self._json: TextIO | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Make the folders, open both files for appending.
+
+        Raises:
+            LogWriteError: the path cannot be written.
+        """
+        try:
+            self.text_path.parent.mkdir(parents=True, exist_ok=True)
+            self._json = self.json_path.open("a", encoding="ascii")
+            self._end_torn_line(self._json)
+            self._sink = logger.add(
+                self.text_path,
+                format=_FORMAT,
+                level=0,
+                filter=self._is_ours,
+                encoding="utf-8",
+                colorize=False,
+                backtrace=False,
+                diagnose=False,
+                catch=False,
+            )
+        except OSError as error:
+            self.close()
+            raise LogWriteError(
+                f"log_dir: cannot write {str(self.json_path)!r}: {error.strerror or error};"
+                " choose another folder with log_dir="
+            ) from error
+
+    def _is_ours(self, message: Mapping[str, Any]) -> bool:
+        return bool(message["extra"].get("opcheck_log") == self._token)
+
+    def _end_torn_line(self, file: TextIO) -> None:
+        """A process that was killed may have left half a line: ours must not be glued to it."""
+        if file.tell() == 0:
+            return
+        with self.json_path.open("rb") as earlier:
+            earlier.seek(-1, os.SEEK_END)
+            torn = earlier.read(1) != b"\n"
+        if torn:
+            file.write("\n")
+
+    def header(self, fields: Mapping[str, Any]) -> None:
+        """Begin a run."""
+        self._write({"type": "header", **fields})
+
+    def record(self, record: OpRecord) -> None:
+        """One checked call; on disk when this returns."""
+        self._write({"type": "record", **to_json(record)})
+
+    def coverage(self, coverage: Coverage, run_id: str, rank: int) -> None:
+        """End a run, or the part of it so far."""
+        self._write({"type": "coverage", "run_id": run_id, "rank": rank, **to_json(coverage)})
+
+    def failure(self, record: OpRecord) -> None:
+        """The documented line, in our file and in the user's sinks."""
+        bound = logger.bind(opcheck=record.run_id, opcheck_log=self._token)
+        try:
+            bound.log("TRACE" if self._quiet else "WARNING", format_text_line(record))
+        except (OSError, ValueError) as error:
+            self._note(error)
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        if self._json is None or os.getpid() != self._pid:
+            return
+        line = json.dumps(fields, allow_nan=False, separators=(",", ":")) + "\n"
+        try:
+            with self._lock:
+                self._json.write(line)
+                self._json.flush()
+        except (OSError, ValueError) as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if self.problem is None:
+            self.problem = f"{self.json_path}: {error}"
+
+    def close(self) -> None:
+        """Close both files; only our own sink is taken off."""
+        if self._sink is not None:
+            logger.remove(self._sink)
+            self._sink = None
+        if self._json is not None:
+            file, self._json = self._json, None
+            try:
+                file.close()
+            except OSError as error:
+                self._note(error)
