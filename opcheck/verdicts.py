@@ -741,10 +741,12 @@ class _Ranking:
         spacing = spacing_of(golden, rule.dtype) + tol.ALLOWED_UNDERFLOW[rule.dtype]
         typical = _typical(golden, part.scan.expected_rms)
         base = spacing + tol.compute_eps(rule.dtype) * typical
-        if rule.extra is not None:
-            base += _components(rule.extra, part.pair, part.keep)
         error = actual - golden
         yardstick = tol.ROUNDING_RMS * tol.EPS[rule.dtype] * typical
+        if rule.extra is not None:
+            extra = _components(rule.extra, part.pair, part.keep)
+            base += extra
+            yardstick = max(yardstick, tol.ROUNDING_RMS * rms(extra))
         if baseline is None:
             own, distance = None, np.absolute(error)
         else:
