@@ -17,11 +17,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from log_samples import coverage_line, failing, header_line, passing, record_line  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from opcheck.records import Coverage  # noqa: E402
+from tests.log_samples import coverage_line, failing, header_line, passing, record_line  # noqa: E402
 
 LIMITS_S = {10_000: 1.0, 1_000_000: 5.0}
 FAILING_EVERY = 1000

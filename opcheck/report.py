@@ -57,9 +57,9 @@ def render(
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def one_line(run: Run, log_path: str | Path | None = None) -> str:
+def one_line(run: Run, log_path: str | Path | None = None, *, style: Style | None = None) -> str:
     """The line that ends a session: verdict, of what, first divergence, where to read on."""
-    style = style_for(sys.stdout)
+    style = style or style_for(sys.stdout)
     parts = [f"opcheck: {run.verdict.value}", _of_what(run)]
     if run.verdict_reason and run.verdict is not Verdict.FAIL:
         parts.append(run.verdict_reason)
