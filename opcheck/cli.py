@@ -76,7 +76,8 @@ def _review(chosen: argparse.Namespace) -> int:
     table = render_tree(run, style) if chosen.tree else op_table(run, style, sort=chosen.sort)
     if chosen.tree:
         table.insert(0, style.paint("modules (numbers include the children)", "bold"))
-    print(render(run, style=style, log_path=chosen.log, tables=[table, _other_runs(run, style)]))
+    tables = [table, _other_runs(run, style)]
+    print(render(run, style=style, log_path=chosen.log, tables=tables, run_option=chosen.run or ""))
     return status
 
 

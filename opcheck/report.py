@@ -38,11 +38,13 @@ def render(
     log_path: str | Path | None = None,
     style: Style | None = None,
     tables: Sequence[Sequence[str]] = (),
+    run_option: str = "",
 ) -> str:
     """The report of a run: verdict, first divergence, failing ops, coverage, what to do next.
 
-    `width` is in columns (None: those of the terminal); `log_path` is named in the commands;
-    `tables` are blocks of lines that stand before the coverage.
+    `width` is in columns (None: those of the terminal); `log_path` is named in the commands,
+    with `--run run_option` where that is not the last run of the log; `tables` are blocks of
+    lines that stand before the coverage.
     """
     style = style or style_for(sys.stdout, width=width, color=color)
     blocks = [_head(run, style)]
@@ -53,7 +55,7 @@ def render(
     blocks.extend(list(table) for table in tables)
     blocks.append(_coverage(run, style))
     blocks.append(_unchecked(run.coverage, style))
-    blocks.append(_next(run, style, log_path))
+    blocks.append(_next(run, style, log_path, run_option))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -71,7 +73,7 @@ def one_line(run: Run, log_path: str | Path | None = None, *, style: Style | Non
             f" {style.text(first.phase, 20)}{at}"
         )
     if log_path is not None:
-        parts.append(f"opcheck review {_quoted(log_path)}")
+        parts.append(f"opcheck review {style.text(_quoted(log_path), 4000)}")
     return "; ".join(part for part in parts if part)
 
 
@@ -422,10 +424,12 @@ def _unchecked(coverage: Coverage, style: Style) -> list[str]:
     return lines
 
 
-def _next(run: Run, style: Style, log_path: str | Path | None) -> list[str]:
+def _next(run: Run, style: Style, log_path: str | Path | None, run_option: str) -> list[str]:
     if log_path is None or run.verdict is Verdict.PASS:
         return []
-    log = _quoted(log_path)
+    log = style.text(_quoted(log_path), 4000)
+    if run_option:
+        log += f" --run {style.text(shlex.quote(run_option))}"
     first = run.first_divergence or run.first_error
     lines = [_title("next", style)]
     if first is not None:

@@ -152,6 +152,8 @@ def test_review_lists_other_runs_and_shows_the_last(tmp_path, capsys):
     assert main(["review", path]) == 1
     assert "first  1 records" in capsys.readouterr().out
     assert main(["review", path, "--run", "first"]) == 0
+    main(["review", path, "--run", "second"])
+    assert f"opcheck review {path} --run second --call 0" in capsys.readouterr().out
     assert main(["review", path, "--run", "third"]) == 2
     assert "no run 'third'; it has: first, second" in capsys.readouterr().err
 
