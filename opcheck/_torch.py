@@ -239,11 +239,16 @@ def register_module_hooks(
     Returns:
         Functions that take the hooks off again.
     """
-    handles = [
-        _module.register_module_forward_pre_hook(before),
-        _module.register_module_forward_hook(after, with_kwargs=True, always_call=True),
-    ]
-    return [handle.remove for handle in handles]
+    before_handle = _module.register_module_forward_pre_hook(before)
+    after_handle = _module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def remove_after() -> None:
+        after_handle.remove()
+        # on 2.13 the handle forgets this entry, which keeps every later module call off the fast
+        # path for the rest of the process
+        _module._global_forward_hooks_with_kwargs.pop(after_handle.id, None)
+
+    return [before_handle.remove, remove_after]
 
 
 def register_optimizer_hooks(

@@ -83,13 +83,11 @@ def judge(
     Raises:
         Anything that the reference raises.
     """
-    names = [param.name for param in call.traits.params if param.mutated]
     actual_written = [
         (param.name, value)
         for param, value in call.traits.bound(call.args, call.kwargs)
         if param.mutated and value is not None
     ]
-    del names
     actual = _results(out, actual_written)
     expected_from = _Expected(call, reference, [name for name, _ in actual_written])
     first = expected_from.first()
@@ -233,7 +231,7 @@ def _judge_inexact(
         return judge_allclose(array, wanted, rule=rule)
     draw = expected.draw(number)
     if wanted is None:
-        return judge_golden(array, expected.golden_array(number), perturbed=draw, rule=rule)
+        return _judge_by_golden(call, number, array, expected, rule)
     return judge_baseline(
         array,
         wanted,
@@ -241,6 +239,31 @@ def _judge_inexact(
         perturbed=draw if expected.golden() is not None else None,
         rule=rule,
     )
+
+
+def _judge_by_golden(
+    call: Call, number: int, array: Any, expected: _Expected, rule: Rule
+) -> Outcome:
+    """The CPU kernel itself is under test; what some of them are known to do is allowed for."""
+    golden, draw = expected.golden_array(number), expected.draw(number)
+    outcome = judge_golden(array, golden, perturbed=draw, rule=rule)
+    if outcome.passed:
+        return outcome
+    allowance = tol.find_allowance(
+        call.traits.qualified.removeprefix("aten::"),
+        dtype=rule.dtype,
+        output=number,
+        half_inputs=any(dtype in _HALF for dtype in call.signature[1::2]),
+    )
+    if allowance is None:
+        return outcome
+    if allowance.nonfinite_elsewhere:
+        golden = np.where(np.isfinite(array), golden, array.astype(np.float64))
+    wider_rule = rule.with_allowance(allowance, inputs=expected.reference.inputs(), golden=golden)
+    outcome = judge_golden(array, golden, perturbed=draw, rule=wider_rule)
+    if outcome.passed:
+        expected.notes.append(allowance.note or f"a named allowance applies: {allowance.evidence}")
+    return outcome
 
 
 def _judge_number(actual: Any, expected: Any) -> Outcome | None:
@@ -255,6 +278,7 @@ def _judge_number(actual: Any, expected: Any) -> Outcome | None:
     return None
 
 
+_HALF = (torch.float16, torch.bfloat16)
 _GOLDEN_IS_NOT_EXACT = frozenset(
     {
         "aten.floor_divide.default", "aten.softshrink.default", "aten.softshrink_backward.default",
@@ -296,7 +320,7 @@ def _combine(call: Call, outcomes: list[tuple[int, Leaf, Outcome]], notes: list[
     failed = [item for item in outcomes if not item[2].passed]
     number, leaf, worst = max(failed or outcomes, key=lambda item: _rank(item[2]))
     metrics = _placed(worst.metrics, number)
-    nonfinite = any(outcome.stage != "quick" for _, _, outcome in outcomes)
+    nonfinite = any(not outcome.finite for _, _, outcome in outcomes)
     if not failed:
         return Judgement(
             passed=True, metrics=metrics, notes=tuple(notes), compared=compared, nonfinite=nonfinite

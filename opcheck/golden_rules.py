@@ -43,9 +43,16 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 # ---- arguments ----------------------------------------------------------------------------------
 
-SCALARS_IN_FLOAT32 = frozenset({"add", "sub", "rsub", "mul", "div"})
-"""In 16 bit these take Python numbers in float32; other ops round them to the dtype first (bf16
-`remainder(x, 0.3)` came out at 9.3 times its limit with the unrounded number)."""
+SCALARS_IN_FLOAT32 = frozenset(
+    {
+        "mul", "div", "lerp", "addcmul", "addcdiv", "leaky_relu", "leaky_relu_backward", "elu",
+        "elu_backward", "celu", "softplus", "softplus_backward", "softshrink", "xlogy",
+    }
+)  # fmt: skip
+"""In 16 bit these take Python numbers in float32; all others round them to the dtype first.
+Measured with 0.3 on 20,000 elements in bf16: `lerp` is within 0.50 spacings of the one and 196 of
+the other golden, `remainder` within 0.50 and 9115 the other way round; `add`, `sub` and `rsub`
+round (0.50 against 56)."""
 
 KEPT_DTYPE: Mapping[str, frozenset[str]] = MappingProxyType(
     {

@@ -90,6 +90,18 @@ class Reference:
             self._draws[draw] = found
         return found
 
+    def inputs(self) -> list[Array | None]:
+        """The tensor arguments in schema order as float64 arrays, None where one is absent."""
+        call = self.call
+        given = {param.name: value for param, value in call.traits.bound(call.args, call.kwargs)}
+        found: list[Array | None] = []
+        for param in call.traits.params:
+            if param.kind == "tensor":
+                value = given.get(param.name)
+                is_tensor = isinstance(value, Tensor)
+                found.append(host_array(self._widened_copy(value)) if is_tensor else None)
+        return found
+
     # ---- arguments ----
 
     def _run(self, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool = False) -> Result:
@@ -161,9 +173,10 @@ class Reference:
         values = wide.detach().numpy()
         flat = np.ascontiguousarray(values).reshape(-1)
         parts = flat.view(np.float64) if dtype.is_complex else flat
-        step = spacing_of(parts, _real_name(dtype))
+        # Inf stays where it is: a mask of -Inf moved by its spacing would be NaN
+        step = np.where(np.isfinite(parts), spacing_of(parts, _real_name(dtype)), 0.0)
         if _uses_tf32(self.call, tensor):
-            step = np.maximum(step, np.abs(parts) * _INDEPENDENT_TF32)
+            step = np.where(step > 0, np.maximum(step, np.abs(parts) * _INDEPENDENT_TF32), 0.0)
         signs = rng.integers(0, 2, size=parts.shape, dtype=np.int8) * 2 - 1
         new = (parts + step * signs).view(flat.dtype).reshape(values.shape)
         moved[id(tensor)] = torch.from_numpy(new)

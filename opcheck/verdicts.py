@@ -131,6 +131,8 @@ class Outcome:
     metrics: Metrics
     compared: int
     """Elements compared; 0 is no evidence for a PASS."""
+    finite: bool = True
+    """Actual and expected are finite everywhere; False on a PASS: they share NaN or Inf."""
 
 
 # ---- arrays -------------------------------------------------------------------------------------
@@ -526,7 +528,13 @@ def _pass(stage: str, part: _Part, rule: Rule, q: float, **numbers: Any) -> Outc
     if not part.kept.actual.size:
         stage = "nonfinite"
     metrics = part.metrics(rule, q=q, **numbers)
-    return Outcome(passed=True, stage=stage, metrics=metrics, compared=part.pair.actual.size)
+    return Outcome(
+        passed=True,
+        stage=stage,
+        metrics=metrics,
+        compared=part.pair.actual.size,
+        finite=part.keep is None,
+    )
 
 
 def _shown(value: Any) -> str:
