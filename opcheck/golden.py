@@ -32,7 +32,7 @@ def runs_again(args: Any, kwargs: Any) -> bool:
 
 class _Trace(_torch.TorchDispatchMode):
     def __init__(self, trace: OpTrace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
     def __torch_dispatch__(

@@ -32,7 +32,7 @@ class CheckMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
         self._pid = os.getpid()
 

@@ -24,8 +24,14 @@ from opcheck.calls import Site
 __all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_OWN = str(Path(__file__).parent)
-_NOT_USER = (str(Path(torch.__file__).parent), _OWN, str(Path(_OWN).parent / "modulecheck"))
+_OWN = Path(__file__).parent
+_NOT_USER = (
+    str(Path(torch.__file__).parent),
+    str(_OWN),
+    str(_OWN.parent / "modulecheck"),
+    "<frozen ",
+)
+_USER = str(_OWN / "demo.py")
 
 Origin = tuple[str, CodeType | None, int]
 """Module FQN, code object and line of the forward call that made an autograd node."""
@@ -275,7 +281,8 @@ class ModuleTracker:
             code = frame.f_code
             is_user = known.get(code)
             if is_user is None:
-                is_user = known[code] = not code.co_filename.startswith(_NOT_USER)
+                name = code.co_filename
+                is_user = known[code] = name == _USER or not name.startswith(_NOT_USER)
             if is_user:
                 return frame
             frame = frame.f_back

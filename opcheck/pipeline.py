@@ -89,6 +89,10 @@ class Pipeline:
             except Exception:  # noqa: BLE001 - our crash must not be the user's
                 if isinstance(call, Call):
                     self._crashed(call, out)
+            except BaseException:  # Ctrl-C in the middle of a check
+                if isinstance(call, Call):
+                    self.ledger.skip(SkipReason.INTERRUPTED, self.ledger.counts_of(call.signature))
+                raise
 
     def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see Observer
         """The op raised: it was seen, and there is nothing to check."""

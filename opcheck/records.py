@@ -77,6 +77,8 @@ class SkipReason(str, Enum):
     """The op gives no value back (assertions, empty results)."""
     OP_RAISED = "op_raised"
     """The op itself raised; the exception went on to the caller."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C came while the call was being checked."""
     INSIDE_COMPILED_REGION = "inside_compiled_region"
     """A compiled region ran; its fused kernels cannot be seen one by one."""
     NOT_CHECKABLE = "not_checkable"
@@ -251,7 +253,7 @@ def _encode(value: Any) -> Any:
         return {"re": _encode(value.real), "im": _encode(value.imag)}
     if isinstance(value, Enum):
         return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, (OpRecord, Metrics, CallCount, UncheckedSignature)):
         return to_json(value)
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from opcheck.report import one_line, render
 from opcheck.review import Run
 from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
 from opcheck.sinks import LogFiles, log_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Session", "check"]
 
@@ -115,6 +118,7 @@ class Session:
         self._in_order = True
         self._logged: set[tuple[str, str, str]] = set()
         self._has_header = False
+        self._callback_error: BaseException | None = None
         self._exits: contextlib.ExitStack | None = None
         self._tracker = ModuleTracker(
             model, on_step_end=self.next_step, on_module_end=self._module_ended
@@ -157,9 +161,11 @@ class Session:
 
     # ---- the context ----
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         if self._exits is not None:
-            raise RuntimeError("this session is entered already; make another with opcheck.check()")
+            raise RuntimeError(
+                "this session is entered already; make another with opcheck.check()"
+            )
         _torch.kernels()
         with contextlib.ExitStack() as exits:
             self._files.open()
@@ -178,7 +184,7 @@ class Session:
             self._exits = exits.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         exits, self._exits = self._exits, None
         if exits is None:
             return
@@ -188,9 +194,15 @@ class Session:
             exits.callback(self._files.coverage, coverage, self.run_id, self.rank)
         if not self.settings.quiet:
             self._say()
-        if kind is None and self.settings.on_failure == "raise" and self.failures:
-            run = self._run()
-            raise PrecisionError(one_line(run, self.log_path), self.failures[0])
+        if kind is None:
+            self._raise_what_waited()
+
+    def _raise_what_waited(self) -> None:
+        error, self._callback_error = self._callback_error, None
+        if error is not None:
+            raise error
+        if self.settings.on_failure == "raise" and self.failures:
+            raise PrecisionError(one_line(self._run(), self.log_path), self.failures[0])
 
     def next_step(self) -> None:
         """End the present step; where an optimizer runs, steps are told apart without this."""
@@ -221,8 +233,11 @@ class Session:
         if not (self.settings.log_once and place in self._logged):
             self._logged.add(place)
             self._files.failure(record)
-        if callable(self.settings.on_failure):
-            self.settings.on_failure(record)
+        if callable(self.settings.on_failure) and self._callback_error is None:
+            try:
+                self.settings.on_failure(record)
+            except BaseException as error:  # noqa: BLE001 - raised on leaving, not in the step
+                self._callback_error = error
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -250,7 +265,8 @@ def _rank() -> tuple[int, int]:
 
 
 def _environment() -> dict[str, Any]:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    has_device = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if has_device else None
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
