@@ -104,17 +104,17 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-_SUPPORTED_DEVICES_NOT = frozenset({"meta"})
+_is_functional = _need(torch, "_is_functional_tensor")
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     """True for strided, not quantized, not nested, not fake tensors that hold real memory."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type not in _SUPPORTED_DEVICES_NOT
+        and (tensor.is_cpu or tensor.device.type != "meta")
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not torch._is_functional_tensor(tensor)
+        and not _is_functional(tensor)
         and (type(tensor) in _PLAIN_TYPES or _is_plain_subclass(type(tensor)))
     )
 

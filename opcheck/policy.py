@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from opcheck import _torch
 from opcheck.calls import OpTraits
 from opcheck.records import SkipReason
 from opcheck.settings import Settings
 
-__all__ = ["Policy", "describe", "is_wide_enough"]
+__all__ = ["Policy", "describe"]
 
 _GOLDEN_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float64, torch.complex128}
@@ -56,17 +57,16 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Descri
     found = Described()
     found.key.append(func)
     for value in args:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
             _add(found, value)
-        elif isinstance(value, (list, tuple)):
+        elif kind is list or kind is tuple:
             for item in value:
                 if isinstance(item, Tensor):
                     _add(found, item)
-    for value in kwargs.values():
-        if isinstance(value, Tensor):
-            _add(found, value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
+    if kwargs:
+        for value in kwargs.values():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, Tensor):
                     _add(found, item)
     return found
@@ -74,28 +74,22 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Descri
 
 def _add(found: Described, tensor: Tensor) -> None:
     dtype = tensor.dtype
-    found.key.append(dtype)
     if dtype in _INEXACT:
         found.inexact = True
+    if not tensor.is_cpu:
+        found.on_device = True
     if dtype in _UNSUPPORTED_DTYPES or not _torch.is_plain_tensor(tensor):
         found.unsupported = True
-        found.key.append("other")
+        found.key += (dtype, "other")
         return
     if tensor.is_contiguous():
         layout = "contiguous"
     else:
         layout = "expanded" if 0 in tensor.stride() else "strided"
-    found.key.append(layout)
+    found.key += (dtype, layout)
     numel = tensor.numel()
     if numel > found.largest:
         found.largest = numel
-    if not found.on_device and tensor.device.type != "cpu":
-        found.on_device = True
-
-
-def is_wide_enough(dtype: torch.dtype) -> bool:
-    """True for the dtypes that have no wider twin to be judged by."""
-    return dtype in (torch.float64, torch.complex128)
 
 
 class Policy:

@@ -244,7 +244,12 @@ def session_verdict(coverage: Coverage) -> tuple[Verdict, str]:
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+_AS_IT_IS = frozenset({str, int, bool, type(None)})
+
+
 def _encode(value: Any) -> Any:
+    if type(value) in _AS_IT_IS:
+        return value
     if isinstance(value, float):
         if math.isfinite(value):
             return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import sys
@@ -18,7 +19,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from opcheck import _torch
+from opcheck import __version__, _torch
 from opcheck.errors import ArgumentTypeError, PrecisionError
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
@@ -117,7 +118,7 @@ class Session:
         self._records: list[OpRecord] = []
         self._in_order = True
         self._logged: set[tuple[str, str, str]] = set()
-        self._has_header = False
+        self._header: dict[str, Any] | None = None
         self._callback_error: BaseException | None = None
         self._exits: contextlib.ExitStack | None = None
         self._tracker = ModuleTracker(
@@ -157,7 +158,7 @@ class Session:
         return render(self._run(), width=width, log_path=self.log_path)
 
     def _run(self) -> Run:
-        return Run(header=self._header(), records=self.records, coverage=self.coverage)
+        return Run(header=self._header or {}, records=self.records, coverage=self.coverage)
 
     # ---- the context ----
 
@@ -170,11 +171,11 @@ class Session:
         with contextlib.ExitStack() as exits:
             self._files.open()
             exits.callback(self._files.close)
-            if self._has_header:
-                self.next_step()
+            if self._header is None:
+                self._header = self._make_header()
+                self._files.header(self._header)
             else:
-                self._files.header(self._header())
-                self._has_header = True
+                self.next_step()
             self._tracker.install()
             exits.callback(self._tracker.remove)
             exits.enter_context(
@@ -239,7 +240,7 @@ class Session:
             except BaseException as error:  # noqa: BLE001 - raised on leaving, not in the step
                 self._callback_error = error
 
-    def _header(self) -> dict[str, Any]:
+    def _make_header(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "version": SCHEMA_VERSION,
@@ -264,10 +265,12 @@ def _rank() -> tuple[int, int]:
         return 0, 1
 
 
+@functools.cache
 def _environment() -> dict[str, Any]:
     has_device = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if has_device else None
     return {
+        "opcheck": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),

@@ -55,25 +55,29 @@ class LogFiles:
         """
         try:
             self.text_path.parent.mkdir(parents=True, exist_ok=True)
+            self.text_path.open("a", encoding="utf-8").close()
             self._json = self.json_path.open("a", encoding="ascii")
             self._end_torn_line(self._json)
-            self._sink = logger.add(
-                self.text_path,
-                format=_FORMAT,
-                level=0,
-                filter=self._is_ours,
-                encoding="utf-8",
-                colorize=False,
-                backtrace=False,
-                diagnose=False,
-                catch=False,
-            )
         except OSError as error:
             self.close()
             raise LogWriteError(
-                f"log_dir: cannot write {str(self.json_path)!r}: {error.strerror or error};"
-                " choose another folder with log_dir="
+                f"log_dir: cannot write {str(error.filename or self.json_path)!r}:"
+                f" {error.strerror or error}; choose another folder with log_dir="
             ) from error
+
+    def _add_sink(self) -> int:
+        """Our sink in loguru, added at the first failure: adding one costs a millisecond."""
+        return logger.add(
+            self.text_path,
+            format=_FORMAT,
+            level=0,
+            filter=self._is_ours,
+            encoding="utf-8",
+            colorize=False,
+            backtrace=False,
+            diagnose=False,
+            catch=False,
+        )
 
     def _is_ours(self, message: Mapping[str, Any]) -> bool:
         return bool(message["extra"].get("opcheck_log") == self._token)
@@ -104,6 +108,8 @@ class LogFiles:
         """The documented line, in our file and in the user's sinks."""
         bound = logger.bind(opcheck=record.run_id, opcheck_log=self._token)
         try:
+            if self._sink is None:
+                self._sink = self._add_sink()
             bound.log("TRACE" if self._quiet else "WARNING", format_text_line(record))
         except (OSError, ValueError) as error:
             self._note(error)
