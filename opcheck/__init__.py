@@ -16,6 +16,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from opcheck.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from opcheck.errors import (
         ArgumentError,
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from opcheck.records import Coverage, Metrics, OpRecord, SkipReason, Verdict
     from opcheck.review import Run, load_run
     from opcheck.session import Session, check
-
-__version__ = "0.1.0"
 
 _HOME = {
     "ArgumentError": "errors",

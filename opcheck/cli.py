@@ -15,11 +15,10 @@ from typing import Any
 from opcheck.errors import ArgumentError, ArgumentTypeError, OpcheckError
 from opcheck.logfile import Progress
 from opcheck.printing import Style, style_for
-from opcheck.records import PHASES, Verdict
+from opcheck.records import EXIT_STATUS, PHASES, Verdict
 
 __all__ = ["main"]
 
-EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 3}
 EXIT_USAGE = 2
 _STATUS_HELP = "Exit status: 0 PASS, 1 FAIL, 2 usage or unreadable log, 3 INCONCLUSIVE."
 

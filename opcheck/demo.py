@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opcheck._torch import call_kernel, kernels
-from opcheck.records import Verdict
-from opcheck.runner import EXIT_STATUS
+from opcheck.records import EXIT_STATUS, Verdict
 from opcheck.session import check
 
 __all__ = ["main"]

@@ -158,15 +158,19 @@ class ModuleTracker:
     def _in_optimizer(self) -> bool:
         """True while an optimizer's step runs.
 
-        An optimizer that raises calls no post hook; a frame that has ended has no `f_back`.
+        An optimizer that raises calls no post hook, so it is asked whether its frame is still
+        among the callers.
         """
-        frame = self._optimizer
-        if frame is None:
+        wanted = self._optimizer
+        if wanted is None:
             return False
-        if frame.f_back is None:
-            self._optimizer = None
-            return False
-        return True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is wanted:
+                return True
+            frame = frame.f_back
+        self._optimizer = None
+        return False
 
     # ---- names ----
 

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 __all__ = [
+    "EXIT_STATUS",
     "PHASES",
     "SCHEMA",
     "SCHEMA_VERSION",
@@ -43,6 +44,10 @@ class Verdict(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 3}
+"""Exit status of the commands by verdict; 2 is wrong usage."""
 
 
 class SkipReason(str, Enum):

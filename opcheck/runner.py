@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from opcheck.errors import ArgumentError
-from opcheck.records import Verdict
+from opcheck.records import EXIT_STATUS
 from opcheck.session import check
 
-__all__ = ["EXIT_STATUS", "run_script"]
-
-EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 3}
+__all__ = ["run_script"]
 
 
 def run_script(script: str, args: Sequence[str], options: dict[str, Any]) -> int:

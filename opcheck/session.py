@@ -19,7 +19,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from opcheck import __version__, _torch
+from opcheck import _torch
 from opcheck.errors import ArgumentTypeError, PrecisionError
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
@@ -29,6 +29,7 @@ from opcheck.report import one_line, render
 from opcheck.review import Run
 from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
 from opcheck.sinks import LogFiles, log_names
+from opcheck.version import __version__
 
 if TYPE_CHECKING:
     from typing_extensions import Self
