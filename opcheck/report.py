@@ -251,7 +251,8 @@ def _rmse(record: OpRecord) -> str:
     metrics = record.metrics
     parts = []
     if metrics.rmse_ratio is not None:
-        parts.append(f"RMS error {metrics.rmse_ratio:.3g} times that of the baseline")
+        whose = "the reference" if record.reference == "cpu kernel" else "correct rounding"
+        parts.append(f"RMS error {metrics.rmse_ratio:.3g} times that of {whose}")
     if metrics.mean_shift is not None:
         parts.append(f"mean signed shift {metrics.mean_shift:.3g}")
     return ", ".join(parts)

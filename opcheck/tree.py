@@ -45,13 +45,14 @@ class Node:
 
 
 def module_tree(run: Run) -> Node:
-    """The modules of a run as a tree, equal siblings drawn together."""
+    """The modules of a run as a tree in the order in which they ran, equal siblings together."""
     tallies = run.by_module()
     root = Node("", tallies.pop("", Tally(name="")))
-    for name in sorted(tallies, key=_natural):
+    seen_first = {count.module: place for place, count in reversed([*enumerate(run.coverage.calls)])}
+    last = len(seen_first) and max(seen_first.values()) + 1
+    for name in sorted(tallies, key=lambda name: (seen_first.get(name, last), _natural(name))):
         node = root
-        *parents, last = name.split(".", MAX_DEPTH)
-        for part in [*parents, last]:
+        for part in name.split(".", MAX_DEPTH):
             node = node.children.setdefault(part, Node(part, Tally(name=part)))
         node.own = tallies[name]
     _sum(root)

@@ -1,0 +1,81 @@
+"""The README's commands run, and print what it says (up to numbers, times and run ids)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", TEXT, re.DOTALL))
+CONSOLE = re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(command line, what it prints) in the order of the README."""
+    found = []
+    for block in CONSOLE:
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            line, _, output = part.partition("\n")
+            found.append((line, output))
+    return found
+
+
+def normalised(text: str) -> str:
+    """Without what differs from run to run and from machine to machine."""
+    text = re.sub(r"run\s+[0-9a-f]{12}", "run ID", text)
+    text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.+]+", "TIME", text)
+    text = re.sub(r"-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "N", text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(line)
+    assert program in ("opcheck", "modulecheck")
+    return subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(README.parent), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_readme_has_commands_to_run():
+    assert len(commands()) >= 3
+    assert FILES
+
+
+def test_commands_print_what_the_readme_shows(folder):
+    for line, expected in commands():
+        done = run(folder, line)
+        assert done.returncode == 1, (line, done.stderr)
+        assert normalised(done.stdout) == normalised(expected), line
+
+
+@pytest.mark.parametrize(
+    "line",
+    re.findall(r"`(opcheck review logs --[^`]*)`", TEXT) + ["opcheck export logs --format csv"],
+)
+def test_commands_of_the_tables_run(folder, line):
+    if not (folder / "logs").exists():
+        run(folder, commands()[0][0])
+    done = run(folder, line)
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout
