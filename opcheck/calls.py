@@ -1,4 +1,4 @@
-"""Live objects with the lifetime of one call: what was dispatched, where, and what to do about it."""
+"""Live objects with the lifetime of one call: what was dispatched, where, and its traits."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ _UNINITIALIZED = ("empty", "new_empty", "resize", "_resize", "_empty", "_efficie
 _SIDE_EFFECTS = frozenset(
     {
         "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp",
-        "profiler", "streams", "inductor", "rngprims", "debugprims", "higher_order", "_inductor_test",
+        "profiler", "streams", "inductor", "rngprims", "debugprims", "higher_order",
+        "_inductor_test",
     }
 )  # fmt: skip
 """Namespaces whose ops reach other processes or the tools of torch: never run twice."""

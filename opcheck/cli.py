@@ -15,7 +15,7 @@ from typing import Any
 from opcheck.errors import ArgumentError, ArgumentTypeError, OpcheckError
 from opcheck.logfile import Progress
 from opcheck.printing import Style, style_for
-from opcheck.records import EXIT_STATUS, PHASES, Verdict
+from opcheck.records import EXIT_STATUS, PHASES
 
 __all__ = ["main"]
 

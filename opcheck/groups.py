@@ -5,12 +5,12 @@ A log of a million records has a few hundred groups; of each the first failing r
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from opcheck.globs import module_matches, op_matches
 from opcheck.records import CallCount, Coverage, OpRecord, UncheckedSignature, Verdict
 
 __all__ = [
@@ -20,8 +20,6 @@ __all__ = [
     "add_coverages",
     "group_records",
     "importance",
-    "module_matches",
-    "op_matches",
     "order_of",
     "worse",
 ]
@@ -35,23 +33,6 @@ def order_of(record: OpRecord) -> tuple[int, int]:
 def worse(left: float, right: float) -> float:
     """The larger q; NaN is worse than everything."""
     return left if math.isnan(left) or left >= right else right
-
-
-def op_matches(op: str, pattern: str) -> bool:
-    """Glob over an op name: `aten.add.*`, `add`, `add.Tensor` all match `aten.add.Tensor`."""
-    parts = op.split(".")
-    names = {op, ".".join(parts[1:]), ".".join(parts[:2]), parts[1] if len(parts) > 1 else op}
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
-
-
-def module_matches(module: str, pattern: str) -> bool:
-    """Glob over a module name; the children of a module that matches match too."""
-    if pattern in ("<root>", ""):
-        return not module
-    parts = module.split(".")
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

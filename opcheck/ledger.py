@@ -148,7 +148,8 @@ class Ledger:
         seen: Counter[tuple[str, str, str]] = Counter()
         for places in (self._earlier_steps, self._this_step):
             for (module, phase, func), number in places.items():
-                seen[module, phase, func if isinstance(func, str) else traits_of(func).name] += number
+                op = func if isinstance(func, str) else traits_of(func).name
+                seen[module, phase, op] += number
         rows = []
         for place, number in seen.items():
             checked, failed, errors = self._judged.get(place, (0, 0, 0))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from opcheck import _torch
 from opcheck.calls import Site
 
-__all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn"]
+__all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn", "find_user_frame", "spell_line"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _OWN = Path(__file__).parent
@@ -126,9 +127,7 @@ class ModuleTracker:
         fqn = self._names.get(module)
         if fqn is None:
             fqn = self._name(module, stack)
-        stack.append(
-            ModuleFrame(module, fqn, task, args, _versions(args), self.random_calls)
-        )
+        stack.append(ModuleFrame(module, fqn, task, args, _versions(args), self.random_calls))
 
     def _after_module(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None, output: Any = None
@@ -265,7 +264,7 @@ class ModuleTracker:
         if sequence_nr == local.last_sequence_nr:
             return
         local.last_sequence_nr = sequence_nr
-        frame = self._user_frame()
+        frame = find_user_frame(sys._getframe(1), self._user_code)
         code, line = (frame.f_code, frame.f_lineno) if frame else (None, 0)
         self._origins.setdefault(sequence_nr, (fqn, code, line))
 
@@ -274,23 +273,9 @@ class ModuleTracker:
         if _torch.current_graph_task_id() != -1 and not self._local.stack:
             origin = self._backward_origin()
             if origin is not None and origin[1] is not None:
-                return _line(origin[1], origin[2])
-        frame = self._user_frame()
-        return _line(frame.f_code, frame.f_lineno) if frame else ""
-
-    def _user_frame(self) -> FrameType | None:
-        frame: FrameType | None = sys._getframe(2)
-        known = self._user_code
-        while frame is not None:
-            code = frame.f_code
-            is_user = known.get(code)
-            if is_user is None:
-                name = code.co_filename
-                is_user = known[code] = name == _USER or not name.startswith(_NOT_USER)
-            if is_user:
-                return frame
-            frame = frame.f_back
-        return None
+                return spell_line(origin[1], origin[2])
+        frame = find_user_frame(sys._getframe(1), self._user_code)
+        return spell_line(frame.f_code, frame.f_lineno) if frame else ""
 
     @property
     def open_frame(self) -> ModuleFrame | None:
@@ -303,9 +288,14 @@ class ModuleTracker:
         stack, self._local.stack = self._local.stack, []
         return stack
 
-    def replaying(self, value: bool) -> None:  # noqa: FBT001 - a setter
-        """While True the hooks look away: modules run for our own sake."""
-        self._local.replaying = value
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Modules that run inside run for our own sake: the hooks take no notice."""
+        self._local.replaying = True
+        try:
+            yield
+        finally:
+            self._local.replaying = False
 
 
 def clean_fqn(name: str, root: nn.Module | None = None) -> str:
@@ -324,10 +314,23 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:
-    return [
-        arg._version for arg in args if isinstance(arg, Tensor) and not arg.is_inference()
-    ]
+    return [arg._version for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
 
 
-def _line(code: CodeType, line: int) -> str:
+def find_user_frame(frame: FrameType | None, known: dict[CodeType, bool]) -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours; `known` keeps what was looked up."""
+    while frame is not None:
+        code = frame.f_code
+        is_user = known.get(code)
+        if is_user is None:
+            name = code.co_filename
+            is_user = known[code] = name == _USER or not name.startswith(_NOT_USER)
+        if is_user:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def spell_line(code: CodeType, line: int) -> str:
+    """`model.py:41 in forward`."""
     return f"{Path(code.co_filename).name}:{line} in {code.co_name}"

@@ -98,9 +98,7 @@ class Pipeline:
         """The op raised: it was seen, and there is nothing to check."""
         if isinstance(call, Call):
             with self._lock:
-                self.ledger.skip(
-                    SkipReason.OP_RAISED, self.ledger.counts_of(call.signature)
-                )
+                self.ledger.skip(SkipReason.OP_RAISED, self.ledger.counts_of(call.signature))
 
     # ---- before the op ----
 
@@ -266,16 +264,15 @@ class Pipeline:
         self, frame: ModuleFrame, kwargs: Mapping[str, Any], output: Any, record: OpRecord
     ) -> Born:
         start = perf_counter()
-        self._tracker.replaying(True)
         try:
-            return judge_origin(
-                frame, kwargs, output, record.op, record.occurrence, self._tracker.random_calls
-            )
+            with self._tracker.looking_away():
+                return judge_origin(
+                    frame, kwargs, output, record.op, record.occurrence, self._tracker.random_calls
+                )
         except Exception as error:  # noqa: BLE001 - our crash must not be the user's
             text = f"{record.op} made a non-finite value; looking into it crashed: {error!r}"
             return Born(failed=False, text=text)
         finally:
-            self._tracker.replaying(False)
             self.ledger.check_seconds += perf_counter() - start
 
     def release(self) -> None:
@@ -374,4 +371,3 @@ def _restore(states: list[tuple[str, Tensor]]) -> None:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state)
-

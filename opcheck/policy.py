@@ -5,7 +5,7 @@ Decided from the settings and from what the call's arguments are; nothing is com
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from opcheck import _torch
 from opcheck.calls import OpTraits
+from opcheck.globs import module_matches, op_matches
 from opcheck.records import SkipReason
 from opcheck.settings import Settings
 
@@ -129,28 +130,18 @@ class Policy:
             return True
         chosen = self._selected_ops.get(traits.name)
         if chosen is None:
-            names = op_spellings(traits.name)
-            chosen = not settings.include or _any_match(names, settings.include)
-            chosen = chosen and not _any_match(names, settings.exclude)
+            chosen = not settings.include or _any(op_matches, traits.name, settings.include)
+            chosen = chosen and not _any(op_matches, traits.name, settings.exclude)
             self._selected_ops[traits.name] = chosen
         return chosen
 
     def _module_selected(self, module: str) -> bool:
         chosen = self._selected_modules.get(module)
         if chosen is None:
-            parts = module.split(".")
-            parents = [".".join(parts[: i + 1]) for i in range(len(parts))]
-            chosen = _any_match([*parents, ""], self._settings.modules)
+            chosen = _any(module_matches, module, self._settings.modules)
             self._selected_modules[module] = chosen
         return chosen
 
 
-def op_spellings(name: str) -> list[str]:
-    """Every way in which `aten.add.Tensor` may be named: with and without namespace, overload."""
-    namespace, base, overload = (name.split(".") + ["", ""])[:3]
-    short = f"{base}.{overload}"
-    return [name, short, base, f"{namespace}.{base}"]
-
-
-def _any_match(names: list[str], globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs for name in names)
+def _any(matches: Callable[[str, str], bool], name: str, globs: tuple[str, ...]) -> bool:
+    return any(matches(name, glob) for glob in globs)

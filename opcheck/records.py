@@ -38,7 +38,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer", "other")
 class Verdict(str, Enum):
     """Of a call, a module, or a session."""
 
-    PASS = "PASS"  # noqa: S105 - a verdict, not a password
+    PASS = "PASS"
     FAIL = "FAIL"
     INCONCLUSIVE = "INCONCLUSIVE"
 
@@ -272,7 +272,9 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def to_json(value: OpRecord | Metrics | Coverage | CallCount | UncheckedSignature) -> dict[str, Any]:
+def to_json(
+    value: OpRecord | Metrics | Coverage | CallCount | UncheckedSignature,
+) -> dict[str, Any]:
     """The fields under their names, ready for `json.dumps(..., allow_nan=False)`."""
     return {name: _encode(getattr(value, name)) for name in _field_names(type(value))}
 

@@ -48,9 +48,9 @@ def module_tree(run: Run) -> Node:
     """The modules of a run as a tree in the order in which they ran, equal siblings together."""
     tallies = run.by_module()
     root = Node("", tallies.pop("", Tally(name="")))
-    seen_first = {count.module: place for place, count in reversed([*enumerate(run.coverage.calls)])}
-    last = len(seen_first) and max(seen_first.values()) + 1
-    for name in sorted(tallies, key=lambda name: (seen_first.get(name, last), _natural(name))):
+    in_order = dict.fromkeys(count.module for count in run.coverage.calls)
+    places = {name: place for place, name in enumerate(in_order)}
+    for name in sorted(tallies, key=lambda name: (places.get(name, len(places)), _natural(name))):
         node = root
         for part in name.split(".", MAX_DEPTH):
             node = node.children.setdefault(part, Node(part, Tally(name=part)))

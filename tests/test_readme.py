@@ -71,7 +71,7 @@ def test_commands_print_what_the_readme_shows(folder):
 
 @pytest.mark.parametrize(
     "line",
-    re.findall(r"`(opcheck review logs --[^`]*)`", TEXT) + ["opcheck export logs --format csv"],
+    [*re.findall(r"`(opcheck review logs --[^`]*)`", TEXT), "opcheck export logs --format csv"],
 )
 def test_commands_of_the_tables_run(folder, line):
     if not (folder / "logs").exists():

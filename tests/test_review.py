@@ -11,7 +11,7 @@ import pytest
 
 from opcheck.errors import LogReadError, LogWriteError
 from opcheck.export import diff_json, diff_markdown, run_json, run_markdown, write_csv
-from opcheck.groups import module_matches, op_matches
+from opcheck.globs import module_matches, op_matches
 from opcheck.merging import merge_logs
 from opcheck.records import Coverage, Metrics, SkipReason, UncheckedSignature, Verdict
 from opcheck.review import Filter, Run, load_run
