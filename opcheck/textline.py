@@ -52,6 +52,7 @@ def format_text_line(record: OpRecord) -> str:
         f"index: {record.index}",
         f"source: {_escape(record.source)}",
         f"criterion: {_escape(record.criterion)}",
+        f"reference: {_escape(record.reference)}",
         f"q: {metrics.q:.6e}",
     ]
     if metrics.rmse_ratio is not None:
@@ -113,6 +114,7 @@ def _record(found: re.Match[str]) -> OpRecord:
         ),
         source=_unescape(extra.get("source", "")),
         criterion=_unescape(extra.get("criterion", "allclose")),
+        reference=_unescape(extra.get("reference", "cpu kernel")),
         rtol=float(found["rtol"]),
         atol=float(found["atol"]),
         run_id=_unescape(extra.get("run", "")),
