@@ -37,6 +37,7 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "decomposition",
+    "dispatch_key_of",
     "graph_task_keeps_graph",
     "is_plain_tensor",
     "kernels",
@@ -45,6 +46,7 @@ __all__ = [
     "outside_everything",
     "register_module_hooks",
     "register_optimizer_hooks",
+    "running_reference",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -83,8 +85,20 @@ _AUTOCAST_KEYS = functools.reduce(
 _CPU = DispatchKeySet(DispatchKey.CPU)
 
 
+class _Reference(threading.local):
+    depth = 0
+
+
+_reference = _Reference()
+
+
+def running_reference() -> bool:
+    """True while this thread does reference work: kernels under test stand aside then."""
+    return _reference.depth > 0
+
+
 class outside_everything:  # noqa: N801 - used as a context manager, spelled like one
-    """Reference work: no autograd, no autocast, no mode, no `__torch_function__`.
+    """Reference work: no autograd, no autocast, no mode, no `__torch_function__`, no wrapper.
 
     A class and not a generator, because it is entered for every checked call: 2 us against 8.
     """
@@ -92,6 +106,7 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
     __slots__ = ("_guards",)
 
     def __enter__(self) -> None:
+        _reference.depth += 1
         self._guards = [_DisableTorchFunction(), _BelowAutograd(), _ExcludeKeys(_AUTOCAST_KEYS)]
         if mode_stack_length():
             self._guards.append(_disable_current_modes())
@@ -101,6 +116,7 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
     def __exit__(self, *exc: object) -> None:
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
+        _reference.depth -= 1
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -159,11 +175,16 @@ class KernelTable:
         self._debug: dict[str, str] = {}
         for key in _COMPOSITE_KEYS:
             for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-                if name not in self._kernels:
-                    kernel = _cpu_kernel(name)
-                    if kernel is not None:
-                        self._kernels[name] = kernel
-                        self._debug[name] = repr(kernel)
+                self.note(name)
+
+    def note(self, name: str) -> None:
+        """Take the kernel of an op that was defined after this table, before it is covered."""
+        if name in self._kernels:
+            return
+        kernel = _cpu_kernel(name)
+        if kernel is not None:
+            self._kernels[name] = kernel
+            self._debug[name] = repr(kernel)
 
     def original(self, name: str) -> Any | None:
         """The kernel that torch itself ships for `aten::name.overload`, or None."""
@@ -221,6 +242,12 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
             home = getattr(home, part, home)
         found = getattr(home, base, None)
     return found
+
+
+def dispatch_key_of(device_type: str) -> str:
+    """`CPU`, `CUDA`, `PrivateUse1`, ...: the key under which a device's kernels are registered."""
+    key: str = torch._C._dispatch_key_for_device(device_type)
+    return key
 
 
 def tags_of(func: Any) -> frozenset[str]:

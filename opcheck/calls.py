@@ -72,6 +72,8 @@ class Call:
     signature: tuple[Any, ...]
     source: str
     on_device: bool = False
+    in_kernel: bool = False
+    """A registered kernel computes it, so that torch's own CPU kernel is independent."""
     before: dict[int, Tensor] = field(default_factory=dict)
     """id of a tensor argument -> copy from before the op ran, for what the op may change."""
     before_groups: bool = False

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from opcheck._torch import TorchDispatchMode, unwraps_itself
-from opcheck.calls import Call
+from opcheck.switch import SWITCH, Observer
 
-__all__ = ["CheckMode", "Observer"]
-
-
-class Observer(Protocol):
-    """Who is told of the calls. None of these may raise."""
-
-    def before(
-        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | bool:
-        """About to run: a Call to be checked, True to count its result only, False for neither."""
-
-    def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see `before`
-        """The op gave `out`."""
-
-    def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see `before`
-        """The op raised, and the exception goes on to the caller."""
+__all__ = ["CheckMode"]
 
 
 class CheckMode(TorchDispatchMode):
@@ -56,7 +41,11 @@ class CheckMode(TorchDispatchMode):
         if types and unwraps_itself(types):
             return NotImplemented
         try:
-            out = func(*args, **kwargs)
+            if SWITCH.has_kernels:
+                with SWITCH.announced(func, call):
+                    out = func(*args, **kwargs)
+            else:
+                out = func(*args, **kwargs)
         except BaseException:
             observer.raised(call)
             raise

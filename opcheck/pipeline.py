@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from opcheck import _torch
+from opcheck.callers import CallerTracker
 from opcheck.calls import Call, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
+from opcheck.kernel_inputs import with_changed_inputs
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.policy import Policy, describe
-from opcheck.records import OpRecord, SkipReason, Verdict
+from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
 from opcheck.references import choose, snapshot
 from opcheck.settings import Settings
 from opcheck.tolerances import documented_tolerances
@@ -49,21 +51,22 @@ class Pipeline:
     def __init__(
         self,
         settings: Settings,
-        tracker: ModuleTracker,
+        tracker: ModuleTracker | CallerTracker,
         *,
         run_id: str,
         rank: int,
         emit: Callable[[OpRecord], None],
+        policy: Policy | None = None,
     ) -> None:
         self.ledger = Ledger()
         self.step = 0
+        self.lock = threading.RLock()
         self._settings = settings
-        self._policy = Policy(settings)
+        self._policy = policy or Policy(settings)
         self._tracker = tracker
         self._run_id = run_id
         self._rank = rank
         self._emit = emit
-        self._lock = threading.RLock()
 
     # ---- told by the mode ----
 
@@ -71,7 +74,7 @@ class Pipeline:
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | bool:
         """A Call to be checked, True to count its result only, False for neither."""
-        with self._lock:
+        with self.lock:
             try:
                 return self._before(func, args, kwargs)
             except Exception:  # noqa: BLE001 - our crash must not be the user's
@@ -80,7 +83,7 @@ class Pipeline:
 
     def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see Observer
         """The op gave `out`."""
-        with self._lock:
+        with self.lock:
             try:
                 if call is not False:
                     self.ledger.elements_seen += _count_elements(out)
@@ -97,7 +100,7 @@ class Pipeline:
     def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see Observer
         """The op raised: it was seen, and there is nothing to check."""
         if isinstance(call, Call):
-            with self._lock:
+            with self.lock:
                 self.ledger.skip(SkipReason.OP_RAISED, self.ledger.counts_of(call.signature))
 
     # ---- before the op ----
@@ -144,7 +147,7 @@ class Pipeline:
     def _check(self, call: Call, out: Any) -> None:
         start = perf_counter()
         counts = self.ledger.counts_of(call.signature)
-        skip = self._unfit_result(call, out)
+        skip = self._policy.late(call) or self._unfit_result(call, out)
         if skip is None:
             skip = self._judge(call, out)
         if skip is not None:
@@ -176,7 +179,7 @@ class Pipeline:
             rtol=settings.rtol, atol=settings.atol, half=any(d in _HALF for d in call.signature)
         )
         with _torch.outside_everything():
-            reference = choose(call, on_device=call.on_device, seed=settings.seed)
+            reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
             if isinstance(reference, SkipReason):
                 return reference
             try:
@@ -192,6 +195,8 @@ class Pipeline:
                     _restore(call.rng_before)
             if found.skip is not None:
                 return found.skip
+            if call.in_kernel and found.passed:
+                found = with_changed_inputs(call, found)
             record = self._record(call, out, found, reference.label, rtol, atol)
             held = self._holds(call, out, found)
         item = _Held(record, call.site, call.signature, found.compared)
@@ -248,13 +253,14 @@ class Pipeline:
             item.compared,
             crashed=record.error is not None,
         )
+        self._policy.judged(record)
         self._emit(record)
 
     # ---- non-finite origins ----
 
     def module_ended(self, frame: ModuleFrame, kwargs: Mapping[str, Any], output: Any) -> None:
         """Judge what was held back until now."""
-        with self._lock:
+        with self.lock:
             held, frame.held = frame.held, []
             for item in held:
                 born = self._origin(frame, kwargs, output, item.record)
@@ -305,11 +311,16 @@ class Pipeline:
         )  # fmt: skip
         self._finish(_Held(record, Site("", "other"), (func,), 0))
 
-    # ---- steps and compiled regions ----
+    # ---- the sum, steps and compiled regions ----
+
+    def coverage(self) -> Coverage:
+        """Everything so far; other threads may be counting."""
+        with self.lock:
+            return self.ledger.coverage()
 
     def end_step(self) -> None:
         """The next call belongs to the next step."""
-        with self._lock:
+        with self.lock:
             self.release()
             self.ledger.end_step()
             self._tracker.forget_step()
@@ -317,7 +328,7 @@ class Pipeline:
 
     def compiled_region_ran(self) -> None:
         """Inductor code ran: one call that nobody can look into."""
-        with self._lock:
+        with self.lock:
             site = self._tracker.locate()
             self.ledger.count((site.module, site.phase, "inductor_compiled_code"))
             self.ledger.skip(SkipReason.INSIDE_COMPILED_REGION)

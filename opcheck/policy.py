@@ -5,6 +5,7 @@ Decided from the settings and from what the call's arguments are; nothing is com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from opcheck import _torch
-from opcheck.calls import OpTraits
+from opcheck.calls import Call, OpTraits, traits_of
 from opcheck.globs import module_matches, op_matches
-from opcheck.records import SkipReason
+from opcheck.records import OpRecord, SkipReason, Verdict
 from opcheck.settings import Settings
 
-__all__ = ["Policy", "describe"]
+__all__ = ["KernelPolicy", "Policy", "describe"]
 
 _GOLDEN_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float64, torch.complex128}
@@ -124,6 +125,13 @@ class Policy:
             return SkipReason.BUDGET_USED_UP
         return None
 
+    def late(self, call: Call) -> SkipReason | None:
+        """Too much by now: other threads were checking while the op ran."""
+        return None
+
+    def judged(self, record: OpRecord) -> None:
+        """A call was checked, or checking it crashed."""
+
     def _op_selected(self, traits: OpTraits) -> bool:
         settings = self._settings
         if not settings.include and not settings.exclude:
@@ -145,3 +153,34 @@ class Policy:
 
 def _any(matches: Callable[[str, str], bool], name: str, globs: tuple[str, ...]) -> bool:
     return any(matches(name, glob) for glob in globs)
+
+
+class KernelPolicy(Policy):
+    """The documented budget of registered kernels: per op, and none after a logged failure."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._attempts: Counter[str] = Counter()
+        self._failed: set[str] = set()
+
+    def unfit(self, found: Described, attempts: int) -> SkipReason | None:
+        """As for a session, the calls of all signatures of an op counted together."""
+        name = traits_of(found.key[0]).name
+        if name in self._failed:
+            return SkipReason.ALREADY_LOGGED
+        return super().unfit(found, self._attempts[name])
+
+    def late(self, call: Call) -> SkipReason | None:
+        """Other threads used up the budget, or logged the failure, while the op ran."""
+        limit = self._settings.max_checks
+        if call.traits.name in self._failed:
+            return SkipReason.ALREADY_LOGGED
+        if limit is not None and self._attempts[call.traits.name] >= limit:
+            return SkipReason.BUDGET_USED_UP
+        return None
+
+    def judged(self, record: OpRecord) -> None:
+        """Count it; with `log_once` a failure is the last of its op."""
+        self._attempts[record.op] += 1
+        if record.verdict is Verdict.FAIL and self._settings.log_once:
+            self._failed.add(record.op)

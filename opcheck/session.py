@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import platform
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from loguru import logger
 from torch import nn
 
 from opcheck import _torch
+from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentTypeError, PrecisionError
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
-from opcheck.records import SCHEMA, SCHEMA_VERSION, Coverage, OpRecord, Verdict
+from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.report import one_line, render
 from opcheck.review import Run
 from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
 from opcheck.sinks import LogFiles, log_names
-from opcheck.version import __version__
+from opcheck.switch import SWITCH
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +105,7 @@ class Session:
     def __init__(self, model: nn.Module | None, settings: Settings) -> None:
         self.settings = settings
         self.run_id = uuid.uuid4().hex[:12]
-        self.rank, self._world_size = _rank()
+        self.rank, self._world_size = process_rank()
         text, lines = log_names(self.rank, self._world_size)
         self.log_path = settings.log_dir / lines
         self._files = LogFiles(settings.log_dir / text, self.log_path, quiet=settings.quiet)
@@ -147,7 +140,7 @@ class Session:
     @property
     def coverage(self) -> Coverage:
         """What was seen, and what became of it."""
-        return self._pipeline.ledger.coverage()
+        return self._pipeline.coverage()
 
     @property
     def verdict(self) -> Verdict:
@@ -165,15 +158,13 @@ class Session:
 
     def __enter__(self) -> Self:
         if self._exits is not None:
-            raise RuntimeError(
-                "this session is entered already; make another with opcheck.check()"
-            )
+            raise RuntimeError("this session is entered already; make another with opcheck.check()")
         _torch.kernels()
         with contextlib.ExitStack() as exits:
             self._files.open()
             exits.callback(self._files.close)
             if self._header is None:
-                self._header = self._make_header()
+                self._header = run_header(self.run_id, self.rank, self._world_size, self.settings)
                 self._files.header(self._header)
             else:
                 self.next_step()
@@ -182,6 +173,7 @@ class Session:
             exits.enter_context(
                 _torch.compiled_regions.listening(self._pipeline.compiled_region_ran)
             )
+            exits.enter_context(SWITCH.session(self._pipeline))
             exits.enter_context(CheckMode(self._pipeline))
             self._exits = exits.pop_all()
         return self
@@ -240,43 +232,3 @@ class Session:
                 self.settings.on_failure(record)
             except BaseException as error:  # noqa: BLE001 - raised on leaving, not in the step
                 self._callback_error = error
-
-    def _make_header(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
-            "run_id": self.run_id,
-            "rank": self.rank,
-            "world_size": self._world_size,
-            "started": datetime.fromtimestamp(time.time(), timezone.utc).isoformat(),
-            "environment": _environment(),
-            "settings": self.settings.as_json(),
-        }
-
-
-def _rank() -> tuple[int, int]:
-    """(rank, world size) of this process: of the process group, or of the environment."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        rank = int(os.environ.get("RANK", "0"))
-        return rank, max(int(os.environ.get("WORLD_SIZE", "1")), rank + 1)
-    except ValueError:
-        return 0, 1
-
-
-@functools.cache
-def _environment() -> dict[str, Any]:
-    has_device = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if has_device else None
-    return {
-        "opcheck": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "accelerator": str(accelerator or "none"),
-        "threads": torch.get_num_threads(),
-        "script": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
-    }

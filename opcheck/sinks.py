@@ -106,6 +106,8 @@ class LogFiles:
 
     def failure(self, record: OpRecord) -> None:
         """The documented line, in our file and in the user's sinks."""
+        if self._json is None or os.getpid() != self._pid:  # a late call of another thread
+            return
         bound = logger.bind(opcheck=record.run_id, opcheck_log=self._token)
         try:
             if self._sink is None:

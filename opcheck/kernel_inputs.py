@@ -1,0 +1,57 @@
+"""Inputs of registered kernels: kept from before the call, compared after it.
+
+A kernel that was not written by torch may write where its schema does not say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from opcheck import _torch
+from opcheck.calls import Call, Param
+from opcheck.compare import Judgement
+from opcheck.references import copy_strided, host_array
+
+__all__ = ["keep_inputs", "with_changed_inputs"]
+
+
+def keep_inputs(call: Call) -> None:
+    """Copy every tensor argument before a registered kernel runs.
+
+    Where memory runs out the inputs are taken as they are after the call.
+    """
+    call.in_kernel = True
+    with _torch.outside_everything(), contextlib.suppress(RuntimeError):
+        for _, tensor in _tensors(call):
+            if id(tensor) not in call.before:
+                call.before[id(tensor)] = copy_strided(tensor)
+
+
+def with_changed_inputs(call: Call, found: Judgement) -> Judgement:
+    """Fail a call that changed an argument which its schema does not let it change."""
+    may_change = {
+        tensor.untyped_storage()._cdata for param, tensor in _tensors(call) if param.mutated
+    }
+    for param, tensor in _tensors(call):
+        before = call.before.get(id(tensor))
+        if before is None or tensor.untyped_storage()._cdata in may_change:
+            continue
+        if tensor.shape != before.shape or _bits(tensor) != _bits(before):
+            reason = f"argument {param.name!r} was changed, which the schema does not allow"
+            return replace(found, passed=False, reason=reason)
+    return found
+
+
+def _tensors(call: Call) -> Iterator[tuple[Param, Tensor]]:
+    for param, value in call.traits.bound(call.args, call.kwargs):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor):
+                yield param, item
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return host_array(tensor).tobytes()
