@@ -126,12 +126,12 @@ _is_functional = _need(torch, "_is_functional_tensor")
 def is_plain_tensor(tensor: Tensor) -> bool:
     """True for strided, not quantized, not nested, not fake tensors that hold real memory."""
     return (
-        tensor.layout is torch.strided
+        (type(tensor) in _PLAIN_TYPES or _is_plain_subclass(type(tensor)))
+        and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.device.type != "meta")
         and not tensor.is_quantized
         and not tensor.is_nested
         and not _is_functional(tensor)
-        and (type(tensor) in _PLAIN_TYPES or _is_plain_subclass(type(tensor)))
     )
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opcheck import _torch
+from opcheck.calls import traits_of
 from opcheck.golden_rules import wider
+from opcheck.records import SkipReason
 
-__all__ = ["OpTrace", "run_module", "runs_again"]
+__all__ = ["CannotRunAgain", "OpTrace", "run_module", "runs_again"]
 
 OpTrace = list[tuple[Any, Any]]
 """(overload, result) of every op that the run dispatched, in order."""
@@ -30,18 +35,52 @@ def runs_again(args: Any, kwargs: Any) -> bool:
     )
 
 
+class CannotRunAgain(Exception):
+    """A second run would be noticed; the message says by what. Nothing was changed."""
+
+
 class _Trace(_torch.TorchDispatchMode):
-    def __init__(self, trace: OpTrace) -> None:
+    """Notes every op, and stops a run that reaches out of itself before it does so."""
+
+    def __init__(self, own: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._trace = trace
+        self.ops: OpTrace = []
+        self.refused = ""
+        self._own = {_memory(tensor) for tensor in own}
+        """Memory that the run may write to: its inputs and what it made itself."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.refused = self.refused or self._objection(func, args, kwargs)
+        if self.refused:
+            raise CannotRunAgain(self.refused)
+        out = func(*args, **kwargs)
+        given = {_memory(leaf) for leaf in _tensors((args, kwargs))}
+        self._own |= {_memory(leaf) for leaf in _tensors(out)} - given
         # a later in-place op must not rewrite what this one gave
-        self._trace.append((func, _torch.tree_map(_copied, out)))
+        self.ops.append((func, _torch.tree_map(_copied, out)))
         return out
+
+    def _objection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return f"it runs {func.name()}"
+        traits = traits_of(func)
+        if traits.skip is SkipReason.SIDE_EFFECT:
+            return f"it calls {traits.name}, which acts outside the module"
+        for param, value in traits.bound(args, kwargs):
+            if param.mutated and any(_memory(leaf) not in self._own for leaf in _tensors(value)):
+                return f"{traits.name} writes to a tensor that is no parameter, buffer or input"
+        return ""
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _copied(value: Any) -> Any:
@@ -76,6 +115,7 @@ def run_module(
         The outputs and the trace of dispatched ops.
 
     Raises:
+        CannotRunAgain: the run would be noticed.
         Whatever the module raises in that dtype.
     """
     convert = convert or widened
@@ -83,13 +123,14 @@ def run_module(
     args, kwargs = _torch.tree_map(
         lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
     )
-    trace: OpTrace = []
     holder = _Forward(module)
-    with _quietly(module), _Trace(trace):
+    with _quietly(module), _Trace([*state.values(), *_tensors((args, kwargs))]) as trace:
         out = torch.func.functional_call(
             holder, {f"inner.{name}": tensor for name, tensor in state.items()}, args, kwargs
         )
-    return out, trace
+    if trace.refused:  # the module itself swallowed the exception
+        raise CannotRunAgain(trace.refused)
+    return out, trace.ops
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -103,18 +144,87 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not _torch.is_plain_tensor(tensor):  # sharded: its ops would talk to other ranks
+            raise CannotRunAgain(f"{name} is no plain tensor")
+        yield name, tensor
 
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    random_state = torch.get_rng_state()
-    with _torch.outside_everything(), torch.no_grad(), _torch.modules_undisturbed(module):
+    random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    with (
+        _torch.outside_everything(),
+        torch.no_grad(),
+        _attributes_kept(module),
+        _torch.modules_undisturbed(module),
+    ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            torch.set_rng_state(random_state)
+            torch.set_rng_state(random_states[0])
+            random.setstate(random_states[1])
+            np.random.set_state(random_states[2])  # noqa: NPY002
+
+
+_MOST_OBJECTS = 20_000
+
+
+@contextmanager
+def _attributes_kept(root: nn.Module) -> Iterator[None]:
+    """What the modules' attributes hold (lists, dicts, plain objects, to any depth) is put back.
+
+    Raises:
+        CannotRunAgain: there is too much of it.
+    """
+    kept: dict[int, tuple[Any, Any]] = {}
+    waiting: list[Any] = [vars(item) for item in root.modules()]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in kept or isinstance(value, (Tensor, nn.Module, type)):
+            continue
+        content = _content(value)
+        if content is None:
+            continue
+        kept[id(value)] = value, content
+        waiting += content.values() if isinstance(content, dict) else content
+        if len(kept) > _MOST_OBJECTS:
+            raise CannotRunAgain("its attributes hold too many objects to put back")
+    try:
+        yield
+    finally:
+        for value, content in kept.values():
+            _put_back(value, content)
+
+
+def _content(value: Any) -> Any:
+    """A shallow copy of what an object holds, None where it holds nothing."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value)
+    attributes = getattr(value, "__dict__", None)
+    return dict(attributes) if isinstance(attributes, dict) and not callable(value) else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(value, tuple) or _holds(value, content):
+        return
+    if isinstance(value, (list, set, deque, dict)):
+        value.clear()
+        value.update(content) if isinstance(value, (set, dict)) else value.extend(content)
+    else:
+        vars(value).clear()
+        vars(value).update(content)
+
+
+def _holds(value: Any, content: Any) -> bool:
+    now = _content(value)
+    if len(now) != len(content):
+        return False
+    if isinstance(content, dict):
+        now, content = [*now, *now.values()], [*content, *content.values()]
+    return all(left is right for left, right in zip(now, content, strict=True))

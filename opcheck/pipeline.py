@@ -111,10 +111,11 @@ class Pipeline:
         module = site.module
         if site.phase == "optimizer":
             module = tracker.owner(_owned(args))
-        index, occurrence = ledger.count((module, site.phase, func))
         if isinstance(func, torch._ops.HigherOrderOperator):
+            ledger.count((module, site.phase, f"higher_order.{func.name()}.default"))
             ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
             return False
+        index, occurrence = ledger.count((module, site.phase, func))
         traits = traits_of(func)
         if traits.skip is not None:
             if traits.skip is SkipReason.RANDOM:
@@ -271,7 +272,7 @@ class Pipeline:
     ) -> Born:
         start = perf_counter()
         try:
-            with self._tracker.looking_away():
+            with self._tracker.looking_away(), _torch.outside_everything():
                 return judge_origin(
                     frame, kwargs, output, record.op, record.occurrence, self._tracker.random_calls
                 )

@@ -78,12 +78,13 @@ def _add(found: Described, tensor: Tensor) -> None:
     dtype = tensor.dtype
     if dtype in _INEXACT:
         found.inexact = True
-    if not tensor.is_cpu:
-        found.on_device = True
+    # the type first: asking a fake or jagged tensor for its device or layout dispatches an op
     if dtype in _UNSUPPORTED_DTYPES or not _torch.is_plain_tensor(tensor):
         found.unsupported = True
         found.key += (dtype, "other")
         return
+    if not tensor.is_cpu:
+        found.on_device = True
     if tensor.is_contiguous():
         layout = "contiguous"
     else:
