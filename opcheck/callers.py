@@ -88,9 +88,6 @@ class CallerTracker:
         """There is no hook that would have to look away."""
         yield
 
-    def forget_step(self) -> None:
-        """Nothing is remembered of a step."""
-
 
 def _open_modules(
     frame: FrameType | None,

@@ -44,6 +44,7 @@ class Ledger:
         self._signatures: defaultdict[Signature, _SignatureCount] = defaultdict(_SignatureCount)
         self._this_step: dict[Place, int] = {}
         self._earlier_steps: Counter[Place] = Counter()
+        self._moved: Counter[Place] = Counter()
         self._judged: dict[tuple[str, str, str], list[int]] = {}
         """(module, phase, op) -> checked, failed, errors."""
 
@@ -56,6 +57,11 @@ class Ledger:
         occurrence = self._this_step.get(place, 0)
         self._this_step[place] = occurrence + 1
         return index, occurrence
+
+    def moved(self, place: Place, to: Place) -> None:
+        """A call that was counted at one place turned out to belong to another."""
+        self._moved[place] -= 1
+        self._moved[to] += 1
 
     def signature(self, signature: Signature) -> _SignatureCount:
         """The counts of a computing signature, one call more."""
@@ -146,12 +152,14 @@ class Ledger:
 
     def _call_counts(self) -> tuple[CallCount, ...]:
         seen: Counter[tuple[str, str, str]] = Counter()
-        for places in (self._earlier_steps, self._this_step):
+        for places in (self._earlier_steps, self._this_step, self._moved):
             for (module, phase, func), number in places.items():
                 op = func if isinstance(func, str) else traits_of(func).name
                 seen[module, phase, op] += number
         rows = []
         for place, number in seen.items():
+            if not number:
+                continue
             checked, failed, errors = self._judged.get(place, (0, 0, 0))
             module, phase, op = place
             rows.append(

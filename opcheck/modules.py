@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,10 @@ _USER = str(_OWN / "demo.py")
 
 Origin = tuple[str, CodeType | None, int]
 """Module FQN, code object and line of the forward call that made an autograd node."""
+
+_MANY_ORIGINS = 50_000
+"""Autograd nodes that are remembered beyond the forward that made them, at 100 bytes each: a graph
+may run backward long after its step (a GAN's generator, gradient accumulation)."""
 
 
 @dataclass(slots=True)
@@ -75,11 +80,15 @@ class ModuleTracker:
         self._on_step_end = on_step_end
         self._on_module_end = on_module_end
         self._local = _Local()
-        self._names: dict[nn.Module, str] = {}
-        self._roots: list[nn.Module] = []
+        self._thread = 0
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners: dict[int, str] = {}
+        self._state_size = (0, 0)
         self._origins: dict[int, Origin] = {}
-        self._optimizer: FrameType | None = None
+        self._older_origins: dict[int, Origin] = {}
+        self._optimizer: tuple[FrameType, Any] | None = None
+        """Frame and object of the optimizer whose step runs."""
         self._stepped = False
         self._removers: list[Callable[[], None]] = []
         self._user_code: dict[CodeType, bool] = {}
@@ -90,6 +99,7 @@ class ModuleTracker:
 
     def install(self) -> None:
         """Put the hooks on."""
+        self._thread = threading.get_ident()
         if self._model is not None:
             self._add_root(self._model)
         self._removers += _torch.register_module_hooks(self._before_module, self._after_module)
@@ -101,15 +111,12 @@ class ModuleTracker:
             remove()
         self._removers.clear()
         self._local = _Local()
-        for container in (self._names, self._roots, self._owners, self._origins):
+        for container in (
+            self._names, self._roots, self._owners, self._origins, self._older_origins,
+        ):  # fmt: skip
             container.clear()
         self._optimizer = None
         self._stepped = False
-
-    def forget_step(self) -> None:
-        """A new step begins: autograd nodes of the old one will not run again."""
-        self._origins.clear()
-        self._local.last_sequence_nr = -1
 
     # ---- hooks ----
 
@@ -121,9 +128,11 @@ class ModuleTracker:
             return
         stack = local.stack
         task = _torch.current_graph_task_id()
-        if not stack and self._stepped and task == -1 and not self._in_optimizer():
-            self._stepped = False
-            self._on_step_end()
+        if not stack and task == -1:
+            if threading.get_ident() != self._thread:
+                return  # of a thread that this session does not see
+            self._begin_forward()
+        self.locate()  # a node made since the last call is the caller's, not this module's
         fqn = self._names.get(module)
         if fqn is None:
             fqn = self._name(module, stack)
@@ -146,13 +155,22 @@ class ModuleTracker:
             named = kwargs if isinstance(kwargs, dict) and output is not kwargs else {}
             self._on_module_end(frame, named, output)
 
+    def _begin_forward(self) -> None:
+        if self._stepped and not self._in_optimizer():
+            self._stepped = False
+            self._on_step_end()
+        if len(self._origins) > _MANY_ORIGINS:
+            self._older_origins, self._origins = self._origins, {}
+
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self._optimizer = sys._getframe(1)
-        self._learn_owners(optimizer)
+        if threading.get_ident() == self._thread:
+            self._optimizer = sys._getframe(1), optimizer
+            self._learn_owners(optimizer)
 
     def _after_step(self, *_: Any) -> None:
-        self._optimizer = None
-        self._stepped = True
+        if threading.get_ident() == self._thread:
+            self._optimizer = None
+            self._stepped = True
 
     def _in_optimizer(self) -> bool:
         """True while an optimizer's step runs.
@@ -160,12 +178,11 @@ class ModuleTracker:
         An optimizer that raises calls no post hook, so it is asked whether its frame is still
         among the callers.
         """
-        wanted = self._optimizer
-        if wanted is None:
+        if self._optimizer is None:
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame is wanted:
+            if frame is self._optimizer[0]:
                 return True
             frame = frame.f_back
         self._optimizer = None
@@ -174,13 +191,20 @@ class ModuleTracker:
     # ---- names ----
 
     def _add_root(self, root: nn.Module, prefix: str = "") -> None:
-        self._roots.append(root)
+        self._roots.add(root)
         for name, module in root.named_modules():
             inner = clean_fqn(name, root)
             fqn = f"{prefix}.{inner}" if prefix and inner else prefix or inner
             self._names.setdefault(module, fqn)
 
     def _name(self, module: nn.Module, stack: list[ModuleFrame]) -> str:
+        inner = _wrapped(module)
+        while inner is not None:  # made around a module that has its name already
+            fqn = self._names.get(inner)
+            if fqn is not None:
+                self._names[module] = fqn
+                return fqn
+            inner = _wrapped(inner)
         if stack:  # made after its parent was named, or kept out of the module tree
             parent = stack[-1]
             for name, child in parent.module.named_modules():
@@ -190,33 +214,48 @@ class ModuleTracker:
                     self._names[module] = fqn
                     return fqn
             name = type(module).__name__
+            if isinstance(module, torch.fx.GraphModule):  # what a compiler made of its parent
+                return parent.fqn
             return f"{parent.fqn}.{name}" if parent.fqn else name
         taken = set(self._names.values())
         prefix = "" if not self._roots else _free(type(module).__name__, taken)
         self._add_root(module, prefix)
         return self._names[module]
 
-    def _learn_owners(self, optimizer: Any) -> None:
-        owners = self._owners
-        if not owners:
-            for root in self._roots:
-                for module in root.modules():
-                    fqn = self._names.get(module, "")
-                    for parameter in module.parameters(recurse=False):
-                        owners.setdefault(id(parameter), fqn)
-        for parameter, state in getattr(optimizer, "state", {}).items():
-            owner = owners.get(id(parameter))
-            if owner is None:
-                continue
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    owners[id(value)] = owner
-            if parameter.grad is not None:
-                owners[id(parameter.grad)] = owner
+    def _learn_owners(self, optimizer: Any = None) -> None:
+        """Ask anew who owns what: a tensor's id may by now be that of another one."""
+        owners = self._owners = {}
+        for root in self._roots:
+            for module in root.modules():
+                fqn = self._names.get(module, "")
+                for parameter in module._parameters.values():
+                    owners.setdefault(id(parameter), fqn)
+        state = getattr(optimizer, "state", {})
+        self._state_size = _size_of(state)
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                owner = owners.get(id(parameter))
+                if owner is None:
+                    continue
+                if parameter.grad is not None:
+                    owners[id(parameter.grad)] = owner
+                for value in state[parameter].values() if parameter in state else ():
+                    if isinstance(value, Tensor):
+                        owners[id(value)] = owner
 
     def owner(self, tensors: Iterable[Any]) -> str:
-        """FQN of the module that owns the parameters among `tensors`, "" if not one alone."""
-        found = {self._owners.get(id(tensor)) for tensor in tensors} - {None}
+        """FQN of the module that owns the parameters among `tensors`, "" if not one alone.
+
+        A parameter's gradient and its state in the running optimizer count as the parameter.
+        """
+        tensors = list(tensors)
+        found = {self._owners.get(id(tensor)) for tensor in tensors}
+        if None in found and self._optimizer is not None:
+            optimizer = self._optimizer[1]
+            if _size_of(getattr(optimizer, "state", {})) != self._state_size:  # made in this step
+                self._learn_owners(optimizer)
+                found = {self._owners.get(id(tensor)) for tensor in tensors}
+        found.discard(None)
         return found.pop() or "" if len(found) == 1 else ""
 
     # ---- sites ----
@@ -239,25 +278,29 @@ class ModuleTracker:
     def _locate_backward(self, local: _Local) -> Site:
         origin = self._backward_origin()
         module = origin[0] if origin else self._gradient_owner()
-        if not torch.is_grad_enabled():
-            return Site(module, "backward")
-        if _torch.graph_task_keeps_graph():  # double backward: its nodes will run as well
+        if _is_recompute():
+            self._remember(local, module)
+            return Site(module, "recompute")
+        if torch.is_grad_enabled():  # double backward: the nodes made here will run as well
             sequence_nr = _torch.next_sequence_nr() - 1
             self._origins.setdefault(sequence_nr, origin or (module, None, 0))
-            return Site(module, "backward")
-        return Site(module, "recompute")
+        return Site(module, "backward")
 
     def _backward_origin(self) -> Origin | None:
         node = _torch.current_autograd_node()
-        return None if node is None else self._origins.get(node._sequence_nr())
+        if node is None:
+            return None
+        sequence_nr = node._sequence_nr()
+        return self._origins.get(sequence_nr) or self._older_origins.get(sequence_nr)
 
     def _gradient_owner(self) -> str:
         parameter = getattr(_torch.current_autograd_node(), "variable", None)
         if parameter is None:
             return ""
-        if not self._owners:
-            self._learn_owners(None)
-        return self._owners.get(id(parameter), "")
+        if id(parameter) not in self._owners:
+            self._learn_owners()
+            self._owners.setdefault(id(parameter), "")
+        return self._owners[id(parameter)]
 
     def _remember(self, local: _Local, fqn: str) -> None:
         sequence_nr = _torch.next_sequence_nr() - 1
@@ -270,7 +313,8 @@ class ModuleTracker:
 
     def source(self) -> str:
         """`model.py:41 in forward` of the running call, of its forward call in backward; or ""."""
-        if _torch.current_graph_task_id() != -1 and not self._local.stack:
+        in_backward = _torch.current_graph_task_id() != -1 and not self._local.stack
+        if in_backward and not _is_recompute():
             origin = self._backward_origin()
             if origin is not None and origin[1] is not None:
                 return spell_line(origin[1], origin[2])
@@ -298,12 +342,30 @@ class ModuleTracker:
             self._local.replaying = False
 
 
+def _size_of(state: Any) -> tuple[int, int]:
+    """Grows with every entry of an optimizer's state, which is filled parameter by parameter."""
+    return len(state), len(next(reversed(state.values()))) if state else 0
+
+
+def _is_recompute() -> bool:
+    """True in backward where a graph is built that dies with it: a forward is run again."""
+    return torch.is_grad_enabled() and not _torch.graph_task_keeps_graph()
+
+
 def clean_fqn(name: str, root: nn.Module | None = None) -> str:
     """An FQN without the names of wrapper modules; `module.` goes where the root is a DDP."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if parts and parts[0] == "module" and type(root).__name__ == "DistributedDataParallel":
         parts = parts[1:]
     return ".".join(parts)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module that a wrapper of torch holds."""
+    names = _WRAPPERS
+    if type(module).__name__ == "DistributedDataParallel":
+        names = (*names, "module")
+    return next((child for name, child in module.named_children() if name in names), None)
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -110,8 +110,10 @@ class Pipeline:
         site = tracker.locate()
         module = site.module
         if site.phase == "optimizer":
-            module = tracker.owner(_owned(args))
+            module = tracker.owner(_tensors(args[:1])) or tracker.owner(_tensors(args))
         if isinstance(func, torch._ops.HigherOrderOperator):
+            if func.name() == "inductor_compiled_code":  # counted when its code runs
+                return False
             ledger.count((module, site.phase, f"higher_order.{func.name()}.default"))
             ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
             return False
@@ -198,8 +200,14 @@ class Pipeline:
                 return found.skip
             if call.in_kernel and found.passed:
                 found = with_changed_inputs(call, found)
+            if not found.passed and call.site.phase == "optimizer":
+                self._blame_owner(call, found.metrics.worst_output)
+            born = _made_nonfinite(call, out, found)
+            held = born and self._can_hold(call)
+            if born and not held:
+                note = f"{call.traits.name} made a non-finite value of finite inputs"
+                found = replace(found, notes=(*found.notes, note))
             record = self._record(call, out, found, reference.label, rtol, atol)
-            held = self._holds(call, out, found)
         item = _Held(record, call.site, call.signature, found.compared)
         if held:
             call.frame.held.append(item)
@@ -207,18 +215,23 @@ class Pipeline:
             self._finish(item)
         return None
 
-    def _holds(self, call: Call, out: Any, found: Judgement) -> bool:
-        """True for the first call of an open module that makes non-finite values of finite ones."""
+    def _blame_owner(self, call: Call, output: int) -> None:
+        """Lists of all parameters belong to no module; the tensor that is wrong in them does."""
+        first = call.args[0] if call.args else None
+        if call.site.module or not isinstance(first, (list, tuple)) or not first:
+            return
+        # results and written lists are as long as the first list, one after the other
+        owner = self._tracker.owner([first[output % len(first)]])
+        if owner:
+            place = call.site.module, call.site.phase, call.func
+            call.site = Site(owner, call.site.phase)
+            self.ledger.moved(place, (owner, call.site.phase, call.func))
+
+    @staticmethod
+    def _can_hold(call: Call) -> bool:
+        """True for the first such call of an open module: its end tells whether it was right."""
         frame = call.frame
-        return (
-            found.passed
-            and found.nonfinite
-            and frame is not None
-            and not frame.held
-            and call.site.phase == "forward"
-            and not is_finite(out)
-            and is_finite((call.args, call.kwargs))
-        )
+        return frame is not None and not frame.held and call.site.phase == "forward"
 
     def _record(
         self, call: Call, out: Any, found: Judgement, label: str, rtol: float, atol: float
@@ -324,7 +337,6 @@ class Pipeline:
         with self.lock:
             self.release()
             self.ledger.end_step()
-            self._tracker.forget_step()
             self.step += 1
 
     def compiled_region_ran(self) -> None:
@@ -341,9 +353,24 @@ def _with_origin(record: OpRecord, born: Born) -> OpRecord:
     return replace(record, notes=(*record.notes, born.text))
 
 
-def _owned(args: tuple[Any, ...]) -> list[Any]:
-    first = args[0] if args else None
-    return list(first) if isinstance(first, (list, tuple)) else [first]
+def _made_nonfinite(call: Call, out: Any, found: Judgement) -> bool:
+    """Right by its reference, and yet NaN or Inf came of finite inputs."""
+    if not (found.passed and found.nonfinite):
+        return False
+    inputs = [
+        call.before.get(id(item), item) for item in _tensors((*call.args, *call.kwargs.values()))
+    ]
+    written = [] if not call.traits.mutates else list(call.args)
+    return is_finite(inputs) and not is_finite((out, written))
+
+
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    return [
+        item
+        for value in args
+        for item in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(item, Tensor)
+    ]
 
 
 def _count_elements(out: Any) -> int:
