@@ -583,3 +583,13 @@ def test_a_killed_process_leaves_every_flushed_record(tmp_path):
         run = opcheck.load_run(folder / "precision.jsonl")
         assert len(run.records) >= told
         assert run.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_nonfinite_value_born_outside_any_module_is_a_note(tmp_path):
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.log(torch.zeros(3))
+        torch.ones(3).div_(0.0)
+        torch.log(torch.ones(3))
+    assert session.verdict is Verdict.PASS
+    noted = [record.op for record in session.records if record.notes]
+    assert noted == ["aten.log.default", "aten.div_.Tensor"]
