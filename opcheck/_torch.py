@@ -98,7 +98,7 @@ def running_reference() -> bool:
 
 
 class outside_everything:  # noqa: N801 - used as a context manager, spelled like one
-    """Reference work: no autograd, no autocast, no mode, no `__torch_function__`, no wrapper.
+    """Reference work: no autograd, no autocast, no mode, no `__torch_function__`, no override.
 
     A class and not a generator, because it is entered for every checked call: 2 us against 8.
     """
@@ -110,6 +110,8 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
         self._guards = [_DisableTorchFunction(), _BelowAutograd(), _ExcludeKeys(_AUTOCAST_KEYS)]
         if mode_stack_length():
             self._guards.append(_disable_current_modes())
+        if kernels().overridden:
+            self._guards.append(_Originals())  # type: ignore[no-untyped-call]
         for guard in self._guards:
             guard.__enter__()
 
@@ -152,8 +154,10 @@ def unwraps_itself(types: tuple[type, ...]) -> bool:
 
 # ---- kernels ------------------------------------------------------------------------------------
 
-_IN_TREE = "/aten/src/ATen/"
+_IN_TREE = ("/aten/src/ATen/", "/torch/csrc/")
 """In the place of registration of every kernel that torch ships, and of no other."""
+_python_kernels: set[str] = _need(torch.library, "_impls")
+"""Everything that was registered from Python, in this process and as of now."""
 _COMPOSITE_KEYS = (
     "CPU",
     "CompositeExplicitAutograd",
@@ -173,6 +177,9 @@ class KernelTable:
     def __init__(self) -> None:
         self._kernels: dict[str, Any] = {}
         self._debug: dict[str, str] = {}
+        self._overridden: frozenset[str] = frozenset()
+        self._registrations = -1
+        self._num_modules = 0
         for key in _COMPOSITE_KEYS:
             for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
                 self.note(name)
@@ -193,8 +200,35 @@ class KernelTable:
             return None
         return kernel
 
+    @property
+    def overridden(self) -> frozenset[str]:
+        """Names of all ops whose kernel on the CPU key is not torch's own.
+
+        Looked up again (25 ms) when something was registered from Python since.
+        """
+        if self._registrations != len(_python_kernels):
+            self._registrations = len(_python_kernels)
+            self._overridden = frozenset(
+                name
+                for name in self._kernels
+                if name.startswith("aten::") and self._is_covered(name)
+            )
+        return self._overridden
+
+    def look_again(self) -> None:
+        """A library in C++ may have registered kernels as it was imported."""
+        if self._num_modules != len(sys.modules):
+            self._num_modules = len(sys.modules)
+            self._registrations = -1
+
     def is_overridden(self, name: str) -> bool:
         """True when the kernel that runs now on the CPU key is not torch's own."""
+        covered = self._is_covered(name)
+        if covered != (name in self._overridden):  # as many were taken off since as put on
+            self._registrations = -1
+        return covered
+
+    def _is_covered(self, name: str) -> bool:
         kernel = _cpu_kernel(name)
         if kernel is None:
             return False
@@ -205,7 +239,7 @@ class KernelTable:
 
 
 def _in_tree(debug: str) -> bool:
-    return _IN_TREE in debug
+    return any(place in debug for place in _IN_TREE)
 
 
 def _cpu_kernel(name: str) -> Any | None:
@@ -224,6 +258,43 @@ def kernels() -> KernelTable:
 def call_kernel(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a kernel of the table, below the dispatcher."""
     return kernel.call_boxed(_CPU, *args, **kwargs)
+
+
+class _Originals(TorchDispatchMode):
+    """Sends every op to the kernel that torch ships for it.
+
+    Torch's own kernels call other ops through the dispatcher (`_foreach_mul` calls `mul`), and so
+    do decompositions: an override of the inner op would judge the outer one that went through it.
+    """
+
+    _running: Any = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kernel = None
+        # `detach` calls itself with other keys; no view computes anything
+        if isinstance(func, torch._ops.OpOverload) and not func.is_view:
+            kernel = kernels().original(func._name)
+        if kernel is None or func is self._running:
+            return func(*args, **kwargs)
+        args = tuple(
+            _wrapped_number(value) if str(argument.type) == "Tensor" else value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        )
+        earlier, self._running = self._running, func
+        try:
+            with self:
+                return call_kernel(kernel, args, kwargs)
+        finally:
+            self._running = earlier
+
+
+def _wrapped_number(value: Any) -> Any:
+    """Below the dispatcher a Tensor argument has to be one; a 0-dim tensor promotes likewise."""
+    wide = {float: torch.float64, complex: torch.complex128, int: torch.int64, bool: torch.bool}
+    return torch.tensor(value, dtype=wide[type(value)]) if type(value) in wide else value
 
 
 @functools.cache
@@ -253,6 +324,11 @@ def dispatch_key_of(device_type: str) -> str:
 def tags_of(func: Any) -> frozenset[str]:
     """Names of the tags of an overload: `pointwise`, `nondeterministic_seeded`, ..."""
     return frozenset(tag.name for tag in func.tags)
+
+
+def is_composite(func: Any) -> bool:
+    """True for an op made of others, such as `dropout`, which may give its argument back."""
+    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
 # ---- hooks --------------------------------------------------------------------------------------

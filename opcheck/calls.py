@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opcheck._torch import tags_of
+from opcheck._torch import is_composite, tags_of
 from opcheck.records import SkipReason
 
 __all__ = ["Call", "OpTraits", "Param", "Site", "traits_of"]
@@ -41,6 +41,8 @@ class OpTraits:
     maybe_random: bool
     """May draw random numbers, depending on its arguments: whether the RNG moved tells."""
     mutates: bool
+    may_alias: bool
+    """A result may share memory with an argument: its schema says so, or cannot say it."""
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Param, Any]]:
         """The arguments that were given, each with its parameter."""
@@ -145,6 +147,7 @@ def traits_of(func: Any) -> OpTraits:
         skip=_static_skip(func, namespace, base, tags, params),
         maybe_random="nondeterministic_seeded" in tags,
         mutates=any(param.mutated for param in params),
+        may_alias=is_composite(func) or any(item.alias_info is not None for item in schema.returns),
     )
 
 

@@ -17,7 +17,7 @@ from opcheck.calls import traits_of
 from opcheck.golden_rules import wider
 from opcheck.records import SkipReason
 
-__all__ = ["CannotRunAgain", "OpTrace", "run_module", "runs_again"]
+__all__ = ["CannotRunAgainError", "OpTrace", "run_module", "runs_again"]
 
 OpTrace = list[tuple[Any, Any]]
 """(overload, result) of every op that the run dispatched, in order."""
@@ -35,7 +35,7 @@ def runs_again(args: Any, kwargs: Any) -> bool:
     )
 
 
-class CannotRunAgain(Exception):
+class CannotRunAgainError(Exception):
     """A second run would be noticed; the message says by what. Nothing was changed."""
 
 
@@ -55,7 +55,7 @@ class _Trace(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         self.refused = self.refused or self._objection(func, args, kwargs)
         if self.refused:
-            raise CannotRunAgain(self.refused)
+            raise CannotRunAgainError(self.refused)
         out = func(*args, **kwargs)
         given = {_memory(leaf) for leaf in _tensors((args, kwargs))}
         self._own |= {_memory(leaf) for leaf in _tensors(out)} - given
@@ -80,7 +80,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _copied(value: Any) -> Any:
@@ -115,7 +115,7 @@ def run_module(
         The outputs and the trace of dispatched ops.
 
     Raises:
-        CannotRunAgain: the run would be noticed.
+        CannotRunAgainError: the run would be noticed.
         Whatever the module raises in that dtype.
     """
     convert = convert or widened
@@ -129,7 +129,7 @@ def run_module(
             holder, {f"inner.{name}": tensor for name, tensor in state.items()}, args, kwargs
         )
     if trace.refused:  # the module itself swallowed the exception
-        raise CannotRunAgain(trace.refused)
+        raise CannotRunAgainError(trace.refused)
     return out, trace.ops
 
 
@@ -146,7 +146,7 @@ def own_copy(tensor: Tensor) -> Tensor:
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not _torch.is_plain_tensor(tensor):  # sharded: its ops would talk to other ranks
-            raise CannotRunAgain(f"{name} is no plain tensor")
+            raise CannotRunAgainError(f"{name} is no plain tensor")
         yield name, tensor
 
 
@@ -178,7 +178,7 @@ def _attributes_kept(root: nn.Module) -> Iterator[None]:
     """What the modules' attributes hold (lists, dicts, plain objects, to any depth) is put back.
 
     Raises:
-        CannotRunAgain: there is too much of it.
+        CannotRunAgainError: there is too much of it.
     """
     kept: dict[int, tuple[Any, Any]] = {}
     waiting: list[Any] = [vars(item) for item in root.modules()]
@@ -192,7 +192,7 @@ def _attributes_kept(root: nn.Module) -> Iterator[None]:
         kept[id(value)] = value, content
         waiting += content.values() if isinstance(content, dict) else content
         if len(kept) > _MOST_OBJECTS:
-            raise CannotRunAgain("its attributes hold too many objects to put back")
+            raise CannotRunAgainError("its attributes hold too many objects to put back")
     try:
         yield
     finally:

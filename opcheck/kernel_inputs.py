@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -31,8 +32,8 @@ def keep_inputs(call: Call) -> None:
                 call.before[id(tensor)] = copy_strided(tensor)
 
 
-def with_changed_inputs(call: Call, found: Judgement) -> Judgement:
-    """Fail a call that changed an argument which its schema does not let it change."""
+def with_changed_inputs(call: Call, out: Any, found: Judgement) -> Judgement:
+    """Fail a call that changed or gave back an argument which its schema does not let it."""
     may_change = {
         tensor.untyped_storage()._cdata for param, tensor in _tensors(call) if param.mutated
     }
@@ -43,6 +44,20 @@ def with_changed_inputs(call: Call, found: Judgement) -> Judgement:
         if tensor.shape != before.shape or _bits(tensor) != _bits(before):
             reason = f"argument {param.name!r} was changed, which the schema does not allow"
             return replace(found, passed=False, reason=reason)
+    return _with_shared_results(call, out, found)
+
+
+def _with_shared_results(call: Call, out: Any, found: Judgement) -> Judgement:
+    """A result that shares memory with an input would be changed with it by a later step."""
+    if call.traits.may_alias:
+        return found
+    memory = {tensor.untyped_storage()._cdata: param.name for param, tensor in _tensors(call)}
+    for leaf in _torch.tree_leaves(out):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            name = memory.get(leaf.untyped_storage()._cdata)
+            if name is not None:
+                reason = f"a result shares memory with argument {name!r}, unlike the schema says"
+                return replace(found, passed=False, reason=reason)
     return found
 
 

@@ -198,13 +198,13 @@ class ModuleTracker:
             self._names.setdefault(module, fqn)
 
     def _name(self, module: nn.Module, stack: list[ModuleFrame]) -> str:
-        inner = _wrapped(module)
-        while inner is not None:  # made around a module that has its name already
-            fqn = self._names.get(inner)
-            if fqn is not None:
-                self._names[module] = fqn
-                return fqn
-            inner = _wrapped(inner)
+        held = _wrapped(module)
+        while held is not None:  # made around a module that has its name already
+            known = self._names.get(held)
+            if known is not None:
+                self._names[module] = known
+                return known
+            held = _wrapped(held)
         if stack:  # made after its parent was named, or kept out of the module tree
             parent = stack[-1]
             for name, child in parent.module.named_modules():
@@ -362,9 +362,8 @@ def clean_fqn(name: str, root: nn.Module | None = None) -> str:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """The module that a wrapper of torch holds."""
-    names = _WRAPPERS
-    if type(module).__name__ == "DistributedDataParallel":
-        names = (*names, "module")
+    is_ddp = type(module).__name__ == "DistributedDataParallel"
+    names = (*_WRAPPERS, "module") if is_ddp else _WRAPPERS
     return next((child for name, child in module.named_children() if name in names), None)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.calls import traits_of
 from opcheck.compare import leaves_of
-from opcheck.golden import CannotRunAgain, OpTrace, own_copy, run_module, runs_again
+from opcheck.golden import CannotRunAgainError, OpTrace, own_copy, run_module, runs_again
 from opcheck.modules import ModuleFrame
 from opcheck.references import host_array
 
@@ -60,7 +60,7 @@ def judge_origin(
     try:
         golden_out, golden = run_module(frame.module, frame.args, kwargs)
         _, same = run_module(frame.module, frame.args, kwargs, convert=own_copy)
-    except CannotRunAgain as refusal:
+    except CannotRunAgainError as refusal:
         return Born(failed=False, text=f"{made}; {where} cannot be run again: {refusal}")
     except Exception as error:  # noqa: BLE001 - the user's forward may refuse float64 in any way
         return Born(

@@ -20,7 +20,7 @@ from opcheck import _torch
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
-from opcheck.kernel_inputs import with_changed_inputs
+from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
@@ -142,6 +142,8 @@ class Pipeline:
             call.rng_before = _generator_states(args)
         with _torch.outside_everything():
             snapshot(call)
+        if _torch.kernels().is_overridden(traits.qualified):
+            keep_inputs(call)
         ledger.check_seconds += perf_counter() - start
         return call
 
@@ -199,7 +201,7 @@ class Pipeline:
             if found.skip is not None:
                 return found.skip
             if call.in_kernel and found.passed:
-                found = with_changed_inputs(call, found)
+                found = with_changed_inputs(call, out, found)
             if not found.passed and call.site.phase == "optimizer":
                 self._blame_owner(call, found.metrics.worst_output)
             born = _made_nonfinite(call, out, found)

@@ -159,7 +159,7 @@ class Session:
     def __enter__(self) -> Self:
         if self._exits is not None:
             raise RuntimeError("this session is entered already; make another with opcheck.check()")
-        _torch.kernels()
+        _torch.kernels().look_again()
         with contextlib.ExitStack() as exits:
             self._files.open()
             exits.callback(self._files.close)
