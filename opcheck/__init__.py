@@ -29,6 +29,13 @@ if TYPE_CHECKING:
         SchemaVersionError,
     )
     from opcheck.records import Coverage, Metrics, OpRecord, SkipReason, Verdict
+    from opcheck.registrar import (
+        PrecisionCheckRegister,
+        checked_kernel,
+        coverage,
+        disable_precision_check,
+        enable_precision_check,
+    )
     from opcheck.review import Run, load_run
     from opcheck.session import Session, check
 
@@ -45,6 +52,11 @@ _HOME = {
     "OpRecord": "records",
     "SkipReason": "records",
     "Verdict": "records",
+    "PrecisionCheckRegister": "registrar",
+    "checked_kernel": "registrar",
+    "coverage": "registrar",
+    "disable_precision_check": "registrar",
+    "enable_precision_check": "registrar",
     "Run": "review",
     "load_run": "review",
     "Session": "session",
@@ -60,6 +72,7 @@ __all__ = [
     "Metrics",
     "OpRecord",
     "OpcheckError",
+    "PrecisionCheckRegister",
     "PrecisionError",
     "Run",
     "SchemaVersionError",
@@ -67,6 +80,10 @@ __all__ = [
     "SkipReason",
     "Verdict",
     "check",
+    "checked_kernel",
+    "coverage",
+    "disable_precision_check",
+    "enable_precision_check",
     "load_run",
 ]
 

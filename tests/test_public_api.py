@@ -21,6 +21,7 @@ PUBLIC = {
     "Metrics",
     "OpRecord",
     "OpcheckError",
+    "PrecisionCheckRegister",
     "PrecisionError",
     "Run",
     "SchemaVersionError",
@@ -28,6 +29,10 @@ PUBLIC = {
     "SkipReason",
     "Verdict",
     "check",
+    "checked_kernel",
+    "coverage",
+    "disable_precision_check",
+    "enable_precision_check",
     "load_run",
 }
 
