@@ -1,0 +1,229 @@
+"""The only door of this package to private torch. Tested on PyTorch 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "TorchDispatchMode",
+    "compiles_only_inlined",
+    "graph_task_id",
+    "inlined",
+    "inside_autograd",
+    "is_compiled_wrapper",
+    "load_backend",
+    "next_sequence_nr",
+    "no_modes",
+    "not_by_dynamo",
+    "queue_after_backward",
+    "random_as_eager",
+    "recompile_limit_hits",
+    "undisturbed",
+]
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+no_modes = _disable_current_modes
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_by_dynamo(function: Function) -> Function:
+    """Keeps Dynamo out of a function of ours, also where the user's frame is being traced."""
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
+
+
+def inside_autograd() -> bool:
+    """True while a backward runs on this thread."""
+    return graph_task_id() != -1
+
+
+def queue_after_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the backward that is running ends, before the caller goes on."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def load_backend(backend: Any) -> Callable[..., Any]:
+    """The function that compiles a graph, of a name that `torch.compile` takes."""
+    if not isinstance(backend, str):
+        found: Callable[..., Any] = backend
+        return found
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(backend)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """What `torch.compile(module)` gives."""
+    home = sys.modules.get("torch._dynamo.eval_frame")
+    return home is not None and isinstance(module, home.OptimizedModule)
+
+
+# ---- how a module is compiled -------------------------------------------------------------------
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def compiles_only_inlined(module: nn.Module) -> bool:
+    """True when Dynamo skips the frame of this module's `forward`, as all of torch's own.
+
+    False where a submodule is of a class whose Python module cannot be imported (a notebook, an
+    exec): tracing into it from an extra frame crashes the user's step.
+    """
+    forward = getattr(module.forward, "__func__", module.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or not code.co_filename.startswith(_TORCH):
+        return False
+    return all(type(item).__module__ in sys.modules for item in module.modules())
+
+
+def inlined(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
+    """`function` behind a frame that Dynamo does not skip, with a code object of its own.
+
+    Dynamo keeps compiled code by code object. Were it one for all, the ninth shape of `nn.Linear`
+    would fall back to eager.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    code = _CODES.get(tag)
+    if code is None:
+        code = _CODES[tag] = call.__code__.replace(co_name=f"call_{len(_CODES)}")
+    return types.FunctionType(code, globals(), "call", None, call.__closure__)
+
+
+_CODES: dict[str, types.CodeType] = {}
+"""One code object for all modules that compile to the same graph, kept for the life of the process
+because Dynamo's cache hangs on it."""
+
+
+# ---- settings while a step is checked -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def random_as_eager(backend: Any) -> Iterator[bool]:
+    """Have inductor draw the random numbers that eager draws; True where that was switched on."""
+    if backend in ("eager", "aot_eager", "aot_eager_decomp_partition"):
+        yield False
+        return
+    from torch._inductor import config
+
+    before = config.fallback_random
+    config.fallback_random = True
+    try:
+        yield not before
+    finally:
+        config.fallback_random = before
+
+
+class _Listener(logging.Handler):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "recompile_limit" in message:
+            self._found.append(message)
+
+
+@contextlib.contextmanager
+def recompile_limit_hits() -> Iterator[list[str]]:
+    """The warnings of Dynamo that it goes on in eager, as they come."""
+    found: list[str] = []
+    handler = _Listener(found)
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---- running a module again ---------------------------------------------------------------------
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+_REPARAMETRIZING = "torch.nn.utils"
+_GLOBAL_TABLES = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def _is_part_of_forward(hook: Any) -> bool:
+    """Weight norm, spectral norm and pruning of torch.nn.utils compute weights in hooks."""
+    return type(hook).__module__.startswith(_REPARAMETRIZING)
+
+
+def user_hooks(root: nn.Module) -> int:
+    """Hooks that a replay leaves out although they may change what the module computes."""
+    tables = ("_forward_hooks", "_forward_pre_hooks")
+    return sum(
+        not _is_part_of_forward(hook)
+        for item in root.modules()
+        for name in tables
+        for hook in getattr(item, name).values()
+    )
+
+
+def _held(value: Any) -> Any:
+    """A shallow copy of what a forward may change in place without assigning it."""
+    return type(value)(value) if type(value) in (list, dict, set) else None
+
+
+@contextlib.contextmanager
+def undisturbed(root: nn.Module) -> Iterator[None]:
+    """Run `root` in eager without anybody noticing: hooks off, attributes as before afterwards."""
+    kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+    kept_global = {name: dict(getattr(_module, name)) for name in _GLOBAL_TABLES}
+    try:
+        for name in _GLOBAL_TABLES:
+            getattr(_module, name).clear()
+        for item in root.modules():
+            attributes = dict(item.__dict__)
+            contents = {key: _held(value) for key, value in attributes.items()}
+            kept.append((item, attributes, contents))
+            for name in _HOOK_TABLES:
+                table = attributes[name]
+                item.__dict__[name] = type(table)(
+                    (key, hook)
+                    for key, hook in table.items()
+                    if name == "_forward_pre_hooks" and _is_part_of_forward(hook)
+                )
+            item.__dict__["_compiled_call_impl"] = None
+        yield
+    finally:
+        for item, attributes, contents in kept:
+            item.__dict__.clear()
+            item.__dict__.update(attributes)
+            for key, copy in contents.items():
+                if copy is not None:
+                    _restore(attributes[key], copy)
+        for name, table in kept_global.items():
+            getattr(_module, name).update(table)
+
+
+def _restore(value: Any, copy: Any) -> None:
+    if isinstance(value, list):
+        value[:] = copy
+    else:
+        value.clear()
+        value.update(copy)

@@ -1,0 +1,276 @@
+"""PrecisionChecker: the documented face of the comparison of eager and `torch.compile`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from modulecheck import report as _report
+from modulecheck.judging import Rule
+from modulecheck.results import CompareResult
+from modulecheck.selection import Selection
+from modulecheck.single_pass import Settings, SinglePass
+from opcheck import tolerances as tol
+from opcheck.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["PrecisionChecker"]
+
+Module = TypeVar("Module", bound=nn.Module)
+CRITERIA = (None, "calibrated", "allclose")
+
+
+class PrecisionChecker:
+    """Compare each wrapped module of a model, compiled, with the same module in eager.
+
+    ::
+
+        checker = PrecisionChecker()
+        checker.wrap_by_policy(model, (Block,))
+        checker.install(model)
+        loss = run_step(model)
+        result = checker.collect(loss)
+        checker.report(result, csv_path="report.csv")
+    """
+
+    def __init__(
+        self,
+        backend: Any = "aot_eager",
+        threshold: float = 1e-4,
+        dump_graphs: bool = False,  # noqa: FBT001, FBT002 - documented
+        graph_dir: str = "./graph_dump",
+        cast_dtype: torch.dtype | None = None,
+        capture_input: bool = True,  # noqa: FBT001, FBT002 - documented
+        single_pass: bool = True,  # noqa: FBT001, FBT002 - documented
+        *,
+        criterion: str | None = None,
+        rtol: float = tol.MODULE_RTOL,
+        golden: str = "auto",
+    ) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            backend: of `torch.compile`, a name or a callable.
+            threshold: the absolute tolerance of the documented criterion; another one than 1e-4
+                makes that criterion judge.
+            dump_graphs: write the captured graphs to `graph_dir`.
+            graph_dir: where to.
+            cast_dtype: run the wrapped modules under `torch.autocast` of this dtype.
+            capture_input: False: leave the inputs out of the report.
+            single_pass: compare inside one step. False: run eager and compiled apart.
+            criterion: "calibrated" judges by float64, "allclose" by `threshold` and `rtol`. None:
+                calibrated, unless threshold or rtol were changed.
+            rtol: the relative tolerance of the documented criterion.
+            golden: "auto": run float64 where a quick look does not settle it; "always": also where
+                it does.
+
+        Raises:
+            ArgumentError: a value that is not allowed.
+            ArgumentTypeError: cast_dtype is no dtype, backend neither a name nor a callable.
+        """
+        _validate(backend, threshold, rtol, criterion, cast_dtype, golden)
+        changed = threshold != tol.MODULE_ATOL or rtol != tol.MODULE_RTOL
+        self.backend, self.threshold, self.rtol = backend, threshold, rtol
+        self.dump_graphs, self.graph_dir = dump_graphs, graph_dir
+        self.cast_dtype, self.capture_input = cast_dtype, capture_input
+        self.single_pass = single_pass
+        self.criterion = criterion or ("allclose" if changed else "calibrated")
+        self.golden = golden
+        self._selection = Selection()
+        self._run: SinglePass | None = None
+        self._is_installed = False
+        self._loss: float | None = None
+
+    # ---- which modules ----
+
+    def wrap(self, module: Module, name: str | None = None) -> Module:
+        """Compile and compare this module; `name` replaces its name in the report."""
+        self._selection.wrap(module, name)
+        return module
+
+    def wrap_by_policy(self, model: nn.Module, module_classes: Any) -> list[nn.Module]:
+        """Compile and compare every module of these classes; returns them."""
+        return self._selection.wrap_by_policy(model, module_classes)
+
+    def wrap_all_children(self, model: nn.Module, depth: int = 1) -> list[nn.Module]:
+        """Compile and compare the submodules at a depth; returns them.
+
+        Depth 0 takes the children of the model, 1 their children. ModuleList, ModuleDict and
+        Sequential do not use up depth; a module without children above that depth is taken.
+        """
+        return self._selection.wrap_all_children(model, depth)
+
+    def ignore(self, module: Module) -> Module:
+        """Leave this module out of the verdict; it still runs."""
+        self._selection.ignore(module)
+        return module
+
+    def ignore_by_policy(self, model: nn.Module, module_classes: Any) -> None:
+        """Leave every module of these classes out of the verdict."""
+        self._selection.ignore_by_policy(model, module_classes)
+
+    # ---- a step ----
+
+    def install(self, model: nn.Module) -> None:
+        """Replace the wrapped modules with compiled versions, in place.
+
+        Raises:
+            RuntimeError: single_pass is False, or it is installed already.
+            ArgumentError: a wrapped module is no part of the model.
+        """
+        if not self.single_pass:
+            raise RuntimeError(
+                "install() needs single_pass=True; with single_pass=False use compare(run_step,"
+                " model), which runs eager and compiled apart"
+            )
+        if self._is_installed:
+            raise RuntimeError(
+                "install(): already installed; call collect() first, or collect(...,"
+                " keep_installed=True) between steps"
+            )
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
+        rule = Rule(criterion=self.criterion, atol=self.threshold, rtol=self.rtol)
+        settings = Settings(
+            backend=self.backend, rule=rule, cast_dtype=self.cast_dtype,
+            golden_always=self.golden == "always",
+        )  # fmt: skip
+        self._run = SinglePass(self._selection.plan(model), settings)
+        self._loss = None
+        self._run.install()
+        self._is_installed = True
+
+    @contextlib.contextmanager
+    def installed(self, model: nn.Module) -> Iterator[PrecisionChecker]:
+        """`install`, and the model as before on the way out, also after an exception.
+
+        `collect` may come inside or after it.
+        """
+        self.install(model)
+        try:
+            yield self
+        except BaseException:
+            self._uninstall()
+            if self._run is not None:
+                self._run.forget()
+            self._run = None
+            raise
+        self._uninstall()
+
+    def _uninstall(self) -> None:
+        if self._is_installed and self._run is not None:
+            self._run.remove()
+        self._is_installed = False
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """The loss of the compiled step, for `collect()` without an argument."""
+        self._loss = _as_float(loss)
+
+    def collect(
+        self, loss: Tensor | float | None = None, *, keep_installed: bool = False
+    ) -> CompareResult:
+        """What was found in the step since `install`; the model is as before.
+
+        Args:
+            loss: of the compiled step.
+            keep_installed: go on comparing, with the next step.
+
+        Raises:
+            RuntimeError: `install` was not called.
+        """
+        run = self._run
+        if run is None:
+            raise RuntimeError("collect(): nothing is installed; call install(model) first")
+        try:
+            if loss is not None:
+                self._loss = _as_float(loss)
+            run.finish()
+            return self._result(run)
+        finally:
+            if keep_installed and self._is_installed:
+                run.forget()
+            else:
+                self._uninstall()
+                run.forget()
+                self._run = None
+            self._loss = None
+
+    def compare(self, run_step: Callable[[nn.Module], Any], model: nn.Module) -> CompareResult:
+        """Run `run_step(model)` once and compare; it returns the loss.
+
+        Raises:
+            NotImplementedError: single_pass is False.
+            Whatever `run_step` raises.
+        """
+        if not self.single_pass:
+            raise NotImplementedError("compare() with single_pass=False is not there yet")
+        with self.installed(model):
+            loss = run_step(model)
+        return self.collect(loss)
+
+    def _result(self, run: SinglePass) -> CompareResult:
+        return CompareResult(
+            loss_eager=math.nan,
+            loss_compiled=math.nan if self._loss is None else self._loss,
+            diffs=run.diffs(),
+            cast_dtype=self.cast_dtype,
+            loss_recorded=self._loss is not None,
+            criterion=self.criterion,
+            atol=self.threshold,
+            rtol=self.rtol,
+            notes=run.notes(),
+            problem=run.problem(),
+            nonfinite_module=run.first_nonfinite(),
+            backward_order=list(run.backward_order),
+            show_input=self.capture_input,
+        )
+
+    # ---- report ----
+
+    def report(
+        self, result: CompareResult, csv_path: str | Path | None = None, *, verbose: bool = False
+    ) -> None:
+        """Print the result, and write a CSV where a path is given.
+
+        Args:
+            result: of `collect` or `compare`.
+            csv_path: replaced as a whole, or left alone when writing fails.
+            verbose: print every row that passed, also in a terminal.
+        """
+        _report.print_report(result, verbose=verbose)
+        if csv_path is not None:
+            _report.write_csv(result, Path(csv_path))
+
+
+def _as_float(loss: Any) -> float:
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ArgumentError(f"loss: expected one number, got a tensor of {tuple(loss.shape)}")
+        return float(loss.detach())
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"loss: expected a tensor of one number or a float, got {type(loss).__name__}"
+        ) from None
+
+
+def _validate(
+    backend: Any, threshold: Any, rtol: Any, criterion: Any, cast_dtype: Any, golden: Any
+) -> None:
+    if not isinstance(backend, str) and not callable(backend):
+        raise ArgumentTypeError(f"backend: expected a name or a callable, got {backend!r}")
+    for name, value in (("threshold", threshold), ("rtol", rtol)):
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ArgumentError(f"{name}: expected a number of 0 or more, got {value!r}")
+    if criterion not in CRITERIA:
+        raise ArgumentError(f"criterion: expected one of {CRITERIA}, got {criterion!r}")
+    if golden not in ("auto", "always"):
+        raise ArgumentError(f"golden: expected 'auto' or 'always', got {golden!r}")
+    if cast_dtype is not None and not isinstance(cast_dtype, torch.dtype):
+        raise ArgumentTypeError(f"cast_dtype: expected a torch.dtype, got {cast_dtype!r}")

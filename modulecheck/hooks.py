@@ -1,0 +1,317 @@
+"""Module boundaries: a module compiled in place, and what the real step gives and gets there.
+
+`Boundary` puts a compiled version into a module without touching the module tree, its class or its
+hooks. `RegionGradients` reads, in the real backward, the gradients that the nodes of one call
+produced themselves, before they meet what other users of the same tensor add.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modulecheck import _torch, trees
+from modulecheck.replay import arguments, replaying
+
+__all__ = ["Boundary", "RegionGradients", "counted"]
+
+Key = tuple[str, int | str]
+"""("input", place), ("parameter", name), ("output", place)."""
+
+
+# ---- compiling in place -------------------------------------------------------------------------
+
+
+class _Executions(threading.local):
+    """Counts runs of compiled graphs for the calls that are open on this thread."""
+
+    def __init__(self) -> None:
+        self.open: list[list[int]] = []
+
+
+_executions = _Executions()
+
+
+class CountingBackend:
+    """The user's backend, with every run of what it compiled counted.
+
+    Two for the same backend are equal, so that Dynamo reuses code that an earlier one compiled.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CountingBackend) and self.backend == other.backend
+
+    def __hash__(self) -> int:
+        return hash(self.backend) if isinstance(self.backend, str) else id(self.backend)
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
+        compiled = _torch.load_backend(self.backend)(graph, inputs, **options)
+
+        def run(*args: Any) -> Any:
+            for count in _executions.open:
+                count[0] += 1
+            return compiled(*args)
+
+        return run
+
+
+def _compiled(module: nn.Module, backend: Any, cast_dtype: torch.dtype | None) -> Any:
+    call = module._call_impl
+    if cast_dtype is not None:
+        call = _torch.inlined(_with_autocast(module, call, cast_dtype), _tag(module, cast_dtype))
+    elif _torch.compiles_only_inlined(module):
+        call = _torch.inlined(call, _tag(module, None))
+    return torch.compile(call, backend=CountingBackend(backend))
+
+
+def _with_autocast(module: nn.Module, call: Any, dtype: torch.dtype) -> Any:
+    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
+    device = "cpu" if tensor is None else tensor.device.type
+
+    def cast_call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            return call(*args, **kwargs)
+
+    return cast_call
+
+
+def _tag(module: nn.Module, cast_dtype: Any) -> str:
+    """Equal for modules that compile to the same graph."""
+    shapes = [(name, tuple(item.shape), item.dtype) for name, item in module.named_parameters()]
+    return f"{type(module).__qualname__} {module!r} {shapes} {cast_dtype}"
+
+
+class Boundary:
+    """A compiled version inside a module, until `remove`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Any,
+        *,
+        cast_dtype: torch.dtype | None,
+        around: Callable[[Callable[..., Any], Any, Any], Any] | None,
+    ) -> None:
+        """Compile.
+
+        Args:
+            module: runs compiled from now on.
+            backend: of `torch.compile`.
+            cast_dtype: autocast inside the compiled region.
+            around: given the compiled callable, args and kwargs; runs it once. None: nobody looks.
+        """
+        self._module = module
+        eager, compiled = module._call_impl, _compiled(module, backend, cast_dtype)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return eager(*args, **kwargs)  # type: ignore[no-untyped-call]
+            if around is None or replaying():
+                return (eager if replaying() else compiled)(*args, **kwargs)
+            return around(compiled, args, kwargs)
+
+        module.__dict__["_compiled_call_impl"] = call
+
+    def remove(self) -> None:
+        """The module is as before."""
+        self._module.__dict__.pop("_compiled_call_impl", None)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Counts runs of compiled graphs on this thread; the one number is final after the context."""
+    count = [0]
+    _executions.open.append(count)
+    try:
+        yield count
+    finally:
+        # by identity: two equal counts are open where calls nest
+        _executions.open[:] = [item for item in _executions.open if item is not count]
+
+
+# ---- gradients of the real step -----------------------------------------------------------------
+
+
+class RegionGradients:
+    """The gradients at the boundary of one call.
+
+    Made before the call, because the call may change its inputs in place. `attach` after it.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.arguments = arguments(args, kwargs)
+        self.inputs = trees.tensors((args, kwargs))
+        self._input_keys: dict[Any, Key] = {}
+        self._before = [(item.grad_fn, item.output_nr) for item in self.inputs]
+        for place, item in enumerate(self.inputs):
+            if item.requires_grad:
+                self._input_keys.setdefault(_identity(item), ("input", place))
+        self._parameters: dict[int, Key] = {
+            id(item): ("parameter", name) for name, item in module.named_parameters()
+        }
+        self._first_nr = _torch.next_sequence_nr()
+        self._handles: list[Any] = []
+        self._waiting: set[Any] = set()
+        self._on_done: Callable[[], None] | None = None
+        self._on_first: Callable[[], None] | None = None
+        self.found: dict[Key, Tensor] = {}
+        """Own gradients of inputs and parameters."""
+        self.sources: list[Key] = []
+        """Outputs (and changed inputs) through which gradients come in."""
+        self.of_outputs: dict[Key, Tensor] = {}
+        self.has_unknown_edges = False
+        """A gradient leaves the call for a tensor that is no input of it."""
+        self.fired = False
+        self.ran_again = False
+
+    def attach(
+        self, output: Any, *, on_first: Callable[[], None], on_done: Callable[[], None]
+    ) -> bool:
+        """Listen to the nodes that the call has made.
+
+        Args:
+            output: of the call.
+            on_first: called when the backward first reaches the call.
+            on_done: called when every node of the call has run.
+
+        Returns:
+            False: no gradient can come.
+        """
+        self._on_first, self._on_done = on_first, on_done
+        outputs = self._gradient_sources(output)
+        self.sources = [key for key, _ in outputs]
+        todo = [tensor.grad_fn for _, tensor in outputs]
+        seen: set[Any] = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen or self._is_outside(node):
+                continue
+            seen.add(node)
+            edges = self._edges(node)
+            if edges:
+                self._listen(node, edges)
+            todo += [child for child, nr in node.next_functions if self._goes_on(child, nr)]
+        for key, tensor in outputs:
+            if tensor.grad_fn is not None and not self._is_outside(tensor.grad_fn):
+                self._listen_to_output(key, tensor)
+        return bool(self._waiting)
+
+    def forget_inputs(self) -> None:
+        """Let go of the user's tensors; what is needed in backward are their nodes."""
+        self.arguments = {}
+        self.inputs.clear()
+        self._before.clear()
+
+    def release(self) -> None:
+        """Let go of everything; hooks are taken off."""
+        for handle in self._handles:
+            handle.remove()
+        for container in (
+            self.inputs, self._input_keys, self._before, self._parameters, self._handles,
+            self._waiting, self.found, self.of_outputs,
+        ):  # fmt: skip
+            container.clear()
+        self.arguments = {}
+        self._on_done = self._on_first = None
+
+    def changed_inputs(self) -> list[tuple[int, Tensor]]:
+        """Inputs that the call changed in place in a way that autograd follows."""
+        return [
+            (place, item)
+            for place, (item, (node, _)) in enumerate(zip(self.inputs, self._before, strict=True))
+            if item.grad_fn is not None and item.grad_fn is not node
+        ]
+
+    def _gradient_sources(self, output: Any) -> list[tuple[Key, Tensor]]:
+        """Outputs that carry a gradient of their own into the call, each once."""
+        changed = self.changed_inputs()
+        found: list[tuple[Key, Tensor]] = [(("input", place), item) for place, item in changed]
+        taken = {_identity(item) for _, item in changed}
+        roots = list(self.inputs)
+        for place, (_, tensor) in enumerate(trees.named_tensors(output)):
+            key = _identity(tensor)
+            if not tensor.requires_grad or key in taken or key in self._input_keys:
+                continue
+            base = tensor._base if tensor._is_view() else None
+            others = [*roots, *(item for _, item in found)]
+            if base is not None and any(base is item or base is item._base for item in others):
+                continue  # its gradient arrives through the other one
+            taken.add(key)
+            found.append((("output", place), tensor))
+        return found
+
+    def _is_outside(self, node: Any) -> bool:
+        return bool(node._sequence_nr() < self._first_nr)
+
+    def _goes_on(self, node: Any, nr: int) -> bool:
+        return (
+            node is not None
+            and not hasattr(node, "variable")
+            and (node, nr) not in self._input_keys
+        )
+
+    def _edges(self, node: Any) -> list[tuple[int, Key]]:
+        found = []
+        for place, (child, nr) in enumerate(node.next_functions):
+            if child is None:
+                continue
+            variable = getattr(child, "variable", None)
+            key = self._input_keys.get((child, nr))
+            if key is None and variable is not None:
+                key = self._input_keys.get(id(variable)) or self._parameters.get(id(variable))
+            if key is not None:
+                found.append((place, key))
+            elif variable is not None or self._is_outside(child):
+                self.has_unknown_edges = True
+        return found
+
+    def _listen(self, node: Any, edges: list[tuple[int, Key]]) -> None:
+        self._waiting.add(node)
+
+        def after(grad_inputs: Any, grad_outputs: Any) -> None:
+            if self._on_done is None or replaying():
+                return
+            if node not in self._waiting:
+                self.ran_again = True
+                return
+            if not self.fired:
+                self.fired = True
+                if self._on_first is not None:
+                    self._on_first()
+            for place, key in edges:
+                grad = grad_inputs[place]
+                if grad is not None:
+                    grad = grad.detach()
+                    self.found[key] = self.found[key] + grad if key in self.found else grad
+            self._waiting.discard(node)
+            if not self._waiting and self._on_done is not None:
+                self._on_done()
+
+        self._handles.append(node.register_hook(after))
+
+    def _listen_to_output(self, key: Key, tensor: Tensor) -> None:
+        place = tensor.output_nr
+
+        def before(grad_outputs: Any) -> None:
+            if self._on_done is None or replaying():
+                return
+            if grad_outputs[place] is not None and key not in self.of_outputs:
+                self.of_outputs[key] = grad_outputs[place].detach()
+
+        node = tensor.grad_fn
+        if node is not None:
+            self._handles.append(node.register_prehook(before))
+
+
+def _identity(tensor: Tensor) -> Any:
+    if tensor.grad_fn is not None:
+        return (tensor.grad_fn, tensor.output_nr)
+    return id(tensor)

@@ -1,0 +1,231 @@
+"""What a comparison found: plain data, no tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from opcheck.records import Metrics, Verdict
+
+__all__ = ["CompareResult", "ModuleDiff", "TensorDiff", "worst"]
+
+_SEVERITY = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
+
+
+def worst(verdicts: Any, default: Verdict = Verdict.PASS) -> Verdict:
+    """FAIL before INCONCLUSIVE before PASS."""
+    return max(verdicts, key=_SEVERITY.__getitem__, default=default)
+
+
+@dataclass
+class TensorDiff:
+    """One tensor on both sides."""
+
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    allclose: bool
+    """The documented criterion, whichever one judges."""
+    shape: tuple[int, ...]
+    verdict: Verdict | None = None
+    """By the criterion in force; None, as in a result built by hand: `allclose` decides."""
+    metrics: Metrics | None = None
+    name: str = ""
+    """Which tensor: the place in the output, the parameter, the argument."""
+    reason: str = ""
+    """Why not PASS."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def judged(self) -> Verdict:
+        """The verdict, by `allclose` where there is none."""
+        if self.verdict is not None:
+            return Verdict(self.verdict)
+        return Verdict.PASS if self.allclose else Verdict.FAIL
+
+    def __str__(self) -> str:
+        mark = "[OK]" if self.judged == Verdict.PASS else "[!!]"
+        return (
+            f"{mark} max_abs={self.max_abs:.3e}  mean_abs={self.mean_abs:.3e}"
+            f"  max_rel={self.max_rel:.3e}  shape={tuple(self.shape)}"
+        )
+
+
+@dataclass
+class ModuleDiff:
+    """One module, or one call of it."""
+
+    name: str
+    fwd_input: list[TensorDiff] | None = None
+    fwd_output: list[TensorDiff] | None = None
+    grad_input: list[TensorDiff] | None = None
+    grad_output: list[TensorDiff] | None = None
+    note: str = ""
+    """A documented marker such as `IGNORED`, or why nothing could be compared."""
+    param_grads: list[TensorDiff] | None = None
+    mutated: list[TensorDiff] | None = None
+    """Arguments and buffers that the call changed."""
+    calls: list[ModuleDiff] = field(default_factory=list)
+    """One for each call, in order; the fields above are those of the worst one."""
+    inconclusive: bool = False
+    """Something could not be compared, and `note` says what."""
+
+    def tensors(self) -> list[tuple[str, int, TensorDiff]]:
+        """(check type, index, diff) of every tensor compared."""
+        groups = (
+            ("fwd_input", self.fwd_input),
+            ("fwd_output", self.fwd_output),
+            ("mutated", self.mutated),
+            ("grad_input", self.grad_input),
+            ("grad_output", self.grad_output),
+            ("param_grad", self.param_grads),
+        )
+        return [
+            (kind, index, diff) for kind, diffs in groups for index, diff in enumerate(diffs or ())
+        ]
+
+    @property
+    def skipped(self) -> bool:
+        """Left out on purpose; does not count against the result."""
+        return not self.calls and self.note.startswith(("IGNORED", "SKIP_"))
+
+    @property
+    def compared(self) -> int:
+        """Tensors of what the module computed that were held against a reference."""
+        calls = self.calls or [self]
+        return sum(
+            kind != "fwd_input" and diff.judged != Verdict.INCONCLUSIVE
+            for call in calls
+            for kind, _, diff in call.tensors()
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all calls."""
+        if self.skipped:
+            return Verdict.PASS
+        parts = [call.verdict for call in self.calls]
+        if not self.calls:
+            parts = [diff.judged for _, _, diff in self.tensors()]
+        if self.inconclusive or self.note.startswith("MISSING_"):
+            parts.append(Verdict.INCONCLUSIVE)
+        return worst(parts)
+
+    def fails_in(self, kinds: tuple[str, ...]) -> bool:
+        """True when a tensor of these check types failed, in any call."""
+        return any(
+            kind in kinds and diff.judged == Verdict.FAIL
+            for call in (self.calls or [self])
+            for kind, _, diff in call.tensors()
+        )
+
+
+FORWARD = ("fwd_output", "mutated")
+BACKWARD = ("grad_input", "grad_output", "param_grad")
+
+
+@dataclass
+class CompareResult:
+    """Both sides of a step, module by module."""
+
+    loss_eager: float
+    loss_compiled: float
+    diffs: list[ModuleDiff] = field(default_factory=list)
+    cast_dtype: Any = None
+    loss_recorded: bool = True
+    """False: nobody gave a loss, and `loss_compiled` is NaN for that reason."""
+    criterion: str = "calibrated"
+    atol: float = 1e-4
+    rtol: float = 1e-3
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know: settings that were on, how finely was compiled."""
+    problem: str = ""
+    """Why no PASS can be given although nothing failed."""
+    nonfinite_module: str = ""
+    """The first module whose compiled output was not finite."""
+    backward_order: list[str] = field(default_factory=list)
+    """Names in the order in which backward reached them."""
+    show_input: bool = True
+
+    @property
+    def loss_diff(self) -> float:
+        """|eager - compiled|; NaN where there is no eager loss."""
+        return abs(self.loss_eager - self.loss_compiled)
+
+    @property
+    def is_single_pass(self) -> bool:
+        """There is no eager loss of the whole network."""
+        return math.isnan(self.loss_eager)
+
+    @property
+    def compared(self) -> int:
+        """Tensors that were compared."""
+        return sum(diff.compared for diff in self.diffs)
+
+    @property
+    def judgement(self) -> tuple[Verdict, str]:
+        """The verdict and, unless it is PASS, the reason."""
+        failed = [diff.name or "<root>" for diff in self.diffs if diff.verdict == Verdict.FAIL]
+        if failed:
+            return Verdict.FAIL, f"{len(failed)} of {len(self.diffs)} modules: {failed[0]}"
+        if self.problem:
+            return Verdict.INCONCLUSIVE, self.problem
+        open_ones = [diff for diff in self.diffs if diff.verdict == Verdict.INCONCLUSIVE]
+        if open_ones:
+            first = open_ones[0]
+            return Verdict.INCONCLUSIVE, f"{first.name or '<root>'}: {_why_open(first)}"
+        verdict, reason = self._judge_loss()
+        if verdict != Verdict.PASS:
+            return verdict, reason
+        if not self.compared:
+            return Verdict.INCONCLUSIVE, "nothing was compared"
+        return Verdict.PASS, ""
+
+    def _judge_loss(self) -> tuple[Verdict, str]:
+        if not self.loss_recorded:
+            return Verdict.PASS, ""
+        if self.is_single_pass:
+            if math.isfinite(self.loss_compiled):
+                return Verdict.PASS, ""
+            where = (
+                f"the first module with NaN or Inf in its output is {self.nonfinite_module}"
+                if self.nonfinite_module
+                else "no compared module has NaN or Inf in its output"
+            )
+            return Verdict.INCONCLUSIVE, f"the loss is {self.loss_compiled}; {where}"
+        close = self.loss_diff <= self.atol + self.rtol * abs(self.loss_compiled)
+        if close or self.loss_eager == self.loss_compiled:
+            return Verdict.PASS, ""
+        return Verdict.FAIL, f"loss: eager {self.loss_eager}, compiled {self.loss_compiled}"
+
+    @property
+    def verdict(self) -> Verdict:
+        """PASS only when something was compared, and nothing failed, was missing or crashed."""
+        return self.judgement[0]
+
+    @property
+    def all_pass(self) -> bool:
+        """The verdict is PASS."""
+        return self.verdict == Verdict.PASS
+
+    @property
+    def suspects(self) -> list[tuple[str, str]]:
+        """(module, "forward" or "backward") where a difference begins, first divergence first."""
+        forward = [(diff.name, "forward") for diff in self.diffs if diff.fails_in(FORWARD)]
+        reached = {name: place for place, name in enumerate(self.backward_order)}
+        late = sorted(
+            (diff for diff in self.diffs if diff.fails_in(BACKWARD)),
+            key=lambda diff: reached.get(diff.name, len(reached)),
+        )
+        return forward + [(diff.name, "backward") for diff in late]
+
+
+def _why_open(diff: ModuleDiff) -> str:
+    for call in [diff, *diff.calls]:
+        if call.note:
+            return call.note
+        for _, _, item in call.tensors():
+            if item.judged == Verdict.INCONCLUSIVE:
+                return item.reason
+    return "could not be compared"

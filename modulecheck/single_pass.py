@@ -1,0 +1,286 @@
+"""Single-pass: the compiled module does the step, eager runs beside it on the same inputs.
+
+Forward and gradients of a call are compared as soon as the real step has produced them, before an
+optimizer can move a parameter. What equal bits or a few roundings settle is settled at once; the
+rest waits for the call's backward, so that one float64 run serves both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from modulecheck import _torch
+from modulecheck.comparing import ModuleCall
+from modulecheck.hooks import Boundary, RegionGradients, counted
+from modulecheck.judging import Rule
+from modulecheck.replay import Replayed, Snapshot, num_ops, replay
+from modulecheck.results import ModuleDiff
+from modulecheck.selection import Plan
+from opcheck.records import Verdict
+
+__all__ = ["Settings", "SinglePass"]
+
+NOT_CALLED = "SKIP_not_called"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run is told."""
+
+    backend: Any
+    rule: Rule
+    cast_dtype: torch.dtype | None
+    golden_always: bool = False
+
+
+@dataclass
+class _Watched:
+    """A wrapped module and its calls in this step."""
+
+    name: str
+    module: nn.Module
+    calls: list[ModuleCall] = field(default_factory=list)
+
+
+class SinglePass:
+    """From `install` to `remove`; `diffs` gives what was found."""
+
+    def __init__(self, plan: Plan, settings: Settings) -> None:
+        self._plan, self._settings = plan, settings
+        self._boundaries: list[Boundary] = []
+        self._stack = contextlib.ExitStack()
+        self._watched: list[_Watched] = []
+        self._in_backward: list[ModuleCall] = []
+        self._limit_hits: list[str] = []
+        self.random_switched = False
+        self.backward_order: list[str] = []
+
+    # ---- life ----
+
+    def install(self) -> None:
+        """Compile every target in place."""
+        settings = self._settings
+        self.random_switched = self._stack.enter_context(_torch.random_as_eager(settings.backend))
+        self._limit_hits = self._stack.enter_context(_torch.recompile_limit_hits())
+        try:
+            for target in self._plan.targets:
+                watched = _Watched(target.name, target.module)
+                if target.checked:
+                    self._watched.append(watched)
+                boundary = Boundary(
+                    target.module,
+                    settings.backend,
+                    cast_dtype=settings.cast_dtype,
+                    around=self._around(watched) if target.checked else None,
+                )
+                self._boundaries.append(boundary)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """The model is as before `install`."""
+        for boundary in self._boundaries:
+            boundary.remove()
+        self._boundaries.clear()
+        self._stack.close()
+
+    def finish(self) -> None:
+        """Judge what no backward has reached."""
+        for watched in self._watched:
+            for call in watched.calls:
+                self._guarded(call, call.finish)
+
+    def forget(self) -> None:
+        """Drop the calls of this step."""
+        for watched in self._watched:
+            for call in watched.calls:
+                call.release()
+            watched.calls.clear()
+        self.backward_order.clear()
+        self._in_backward.clear()
+
+    # ---- a call ----
+
+    def _around(self, watched: _Watched) -> Callable[[Any, Any, Any], Any]:
+        def around(compiled: Any, args: Any, kwargs: Any) -> Any:
+            call = ModuleCall(
+                watched.name, watched.module, rule=self._settings.rule, index=len(watched.calls),
+                golden_always=self._settings.golden_always,
+            )  # fmt: skip
+            self._guarded(call, lambda: self._before(call, args, kwargs))
+            hits = len(self._limit_hits)
+            with counted() as executions:
+                output = compiled(*args, **kwargs)
+            watched.calls.append(call)
+            if not call.closed:
+                limit_hit = len(self._limit_hits) > hits
+                self._guarded(
+                    call, lambda: self._after(call, output, executions[0], limit_hit=limit_hit)
+                )
+            return output
+
+        return around
+
+    def _guarded(self, call: ModuleCall, work: Callable[[], None]) -> None:
+        """Our failure is a finding, never an exception in the user's step."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
+            call.crashed(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    @_torch.not_by_dynamo
+    def _before(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        call.region = RegionGradients(call.module, args, kwargs)
+        call.snapshot = Snapshot.take(
+            call.module, args, kwargs, cast_dtype=self._settings.cast_dtype
+        )
+        call.recompute = _torch.inside_autograd()
+
+    @_torch.not_by_dynamo
+    def _after(self, call: ModuleCall, output: Any, executions: int, *, limit_hit: bool) -> None:
+        if call.snapshot is None or call.region is None:
+            return
+        random_after = torch.get_rng_state()
+        if not executions:
+            self._not_compiled(call, call.snapshot, limit_hit=limit_hit)
+            return
+        if limit_hit:
+            call.open_because(
+                "recompile_limit: Dynamo reached torch._dynamo.config.recompile_limit, part of the"
+                " call ran in eager"
+            )
+        if call.snapshot.parameters_moved(call.module):
+            call.open_because("the forward writes its own parameters, so it cannot be run again")
+            return
+        replayed = self._replay(call, call.snapshot)
+        call.random_differs = not torch.equal(random_after, replayed.random_after)
+        call.compare_forward(output, replayed)
+        wants = replayed_wants_grad(replayed)
+        has_backward = call.region.attach(
+            output,
+            on_first=lambda: self._reached(call),
+            on_done=lambda: self._done(call),
+        )
+        call.region.forget_inputs()
+        if has_backward and wants:
+            call.wait_for_backward(replayed)
+        else:
+            call.finish()
+
+    def _replay(self, call: ModuleCall, snapshot: Snapshot) -> Replayed:
+        return replay(call.module, snapshot, on_inputs=call.compare_inputs)
+
+    def _not_compiled(self, call: ModuleCall, snapshot: Snapshot, *, limit_hit: bool) -> None:
+        if num_ops(call.module, snapshot) == 0:
+            call.close("nothing to compile: no op runs in it")
+            return
+        why = (
+            "Dynamo fell back to eager at torch._dynamo.config.recompile_limit"
+            if limit_hit
+            else "Dynamo skipped it, or fell back to eager at its recompile limit"
+        )
+        call.open_because(f"not_compiled: no compiled code ran in this call ({why})")
+        call.close("")
+
+    # ---- backward ----
+
+    def _reached(self, call: ModuleCall) -> None:
+        self._in_backward.append(call)
+        if call.name not in self.backward_order:
+            self.backward_order.append(call.name)
+        _torch.queue_after_backward(self._backward_ends)
+
+    def _done(self, call: ModuleCall) -> None:
+        self._guarded(call, call.compare_backward)
+
+    def _backward_ends(self) -> None:
+        calls, self._in_backward = self._in_backward, []
+        for call in calls:
+            self._guarded(call, call.compare_backward)
+
+    # ---- results ----
+
+    def diffs(self) -> list[ModuleDiff]:
+        """One for each module in the order in which they first ran, then the skipped ones."""
+        found = []
+        for watched in self._watched:
+            if not watched.calls:
+                found.append(ModuleDiff(watched.name, note=NOT_CALLED))
+                continue
+            found.append(merged(watched.name, [call.diff() for call in watched.calls]))
+        found += [ModuleDiff(name, note=marker) for name, marker in self._plan.skipped]
+        return found
+
+    def problem(self) -> str:
+        """Why nothing could be compared, "" if something could."""
+        if not self._plan.targets and not self._plan.skipped:
+            return "nothing was wrapped: no module was marked by wrap, or no class matched"
+        if not self._watched:
+            return "nothing was compared: every wrapped module is skipped"
+        if not any(watched.calls for watched in self._watched):
+            return "nothing was compared: no wrapped module was called between install and collect"
+        return ""
+
+    def notes(self) -> list[str]:
+        """What the reader of a report should know."""
+        found = []
+        num = len(self._plan.targets)
+        if num:
+            what = (
+                "1 module was compiled" if num == 1 else f"{num} modules were compiled one by one"
+            )
+            found.append(
+                f"{what} with backend {_name_of(self._settings.backend)}; a whole-model compile"
+                " fuses across modules: wrap the root to check that"
+            )
+        if self.random_switched:
+            found.append(
+                "torch._inductor.config.fallback_random was on while this step ran, so that both"
+                " sides draw the same random numbers"
+            )
+        idle = [watched.name or "<root>" for watched in self._watched if not watched.calls]
+        if idle:
+            found.append(f"{len(idle)} wrapped modules were not called, the first is {idle[0]}")
+        return found
+
+    def first_nonfinite(self) -> str:
+        """The first module with NaN or Inf in what it gave, "" if there is none."""
+        calls = [call for watched in self._watched for call in watched.calls]
+        bad = sorted((call.started, call.name) for call in calls if call.output_nonfinite)
+        return bad[0][1] if bad else ""
+
+
+def _name_of(backend: Any) -> str:
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", repr(backend))
+
+
+def replayed_wants_grad(replayed: Replayed) -> bool:
+    """Some input or parameter of the eager run has a gradient to be asked for."""
+    return any(leaf is not None for leaf in replayed.input_leaves) or any(
+        leaf.requires_grad for leaf in replayed.parameter_leaves.values()
+    )
+
+
+def merged(name: str, calls: list[ModuleDiff]) -> ModuleDiff:
+    """A module's diff: its worst call's tensors, and all calls."""
+    severity = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
+    worst = max(calls, key=lambda call: severity[call.verdict])
+    return ModuleDiff(
+        name,
+        fwd_input=worst.fwd_input,
+        fwd_output=worst.fwd_output,
+        grad_input=worst.grad_input,
+        grad_output=None,
+        note=worst.note,
+        param_grads=worst.param_grads,
+        mutated=worst.mutated,
+        calls=calls,
+    )
