@@ -1,6 +1,6 @@
-"""Eager against `torch.compile`, module by module, in a real training step.
+"""Two implementations of a model: which module differs, and where was the difference born.
 
-::
+Eager against `torch.compile`, module by module, in a real training step::
 
     checker = PrecisionChecker()
     checker.wrap_by_policy(model, (Block,))
@@ -8,6 +8,13 @@
     loss = run_step(model)
     result = checker.collect(loss)
     checker.report(result, csv_path="report.csv")
+
+Any two implementations, tensor by tensor::
+
+    module_register_tensor_checker(reference_model, tensor_checker)
+    module_register_tensor_checker(model, tensor_checker)
+    reference_model(x), model(x)
+    tensor_checker.check_equal()
 
 Names are loaded when they are first used.
 """
@@ -20,15 +27,55 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modulecheck.checker import PrecisionChecker
     from modulecheck.results import CompareResult, ModuleDiff, TensorDiff
+    from modulecheck.tensor_asserts import assert_tensor_allclose, assert_tensor_equal
+    from modulecheck.tensor_dump import DumpMode, load_dump
+    from modulecheck.tensor_hooks import module_register_tensor_checker
+    from modulecheck.tensor_records import (
+        ModuleFinding,
+        NameMismatch,
+        TensorCheckResult,
+        TensorRecord,
+    )
+    from modulecheck.tensor_store import TensorFileError
+    from modulecheck.tensors import TensorChecker, tensor_checker
 
 _HOME = {
     "CompareResult": "results",
+    "DumpMode": "tensor_dump",
     "ModuleDiff": "results",
+    "ModuleFinding": "tensor_records",
+    "NameMismatch": "tensor_records",
     "PrecisionChecker": "checker",
+    "TensorCheckResult": "tensor_records",
+    "TensorChecker": "tensors",
     "TensorDiff": "results",
+    "TensorFileError": "tensor_store",
+    "TensorRecord": "tensor_records",
+    "assert_tensor_allclose": "tensor_asserts",
+    "assert_tensor_equal": "tensor_asserts",
+    "load_dump": "tensor_dump",
+    "module_register_tensor_checker": "tensor_hooks",
+    "tensor_checker": "tensors",
 }
 
-__all__ = ["CompareResult", "ModuleDiff", "PrecisionChecker", "TensorDiff"]
+__all__ = [
+    "CompareResult",
+    "DumpMode",
+    "ModuleDiff",
+    "ModuleFinding",
+    "NameMismatch",
+    "PrecisionChecker",
+    "TensorCheckResult",
+    "TensorChecker",
+    "TensorDiff",
+    "TensorFileError",
+    "TensorRecord",
+    "assert_tensor_allclose",
+    "assert_tensor_equal",
+    "load_dump",
+    "module_register_tensor_checker",
+    "tensor_checker",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,5 @@
+"""`python -m modulecheck` is the command `modulecheck`."""
+
+from modulecheck.cli import main
+
+raise SystemExit(main())

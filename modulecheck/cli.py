@@ -1,0 +1,113 @@
+"""The command `modulecheck`: each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from opcheck.errors import OpcheckError
+from opcheck.printing import style_for
+from opcheck.records import EXIT_STATUS
+
+__all__ = ["main"]
+
+EXIT_USAGE = 2
+_STATUS_HELP = "Exit status: 0 PASS, 1 FAIL, 2 usage or unreadable file, 3 INCONCLUSIVE."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    try:
+        chosen = _parser().parse_args(argv)
+    except SystemExit as leave:  # argparse has printed help or usage
+        return leave.code if isinstance(leave.code, int) else EXIT_USAGE
+    command: Callable[[argparse.Namespace], int] = chosen.command
+    try:
+        status = command(chosen)
+        sys.stdout.flush()
+    except (OpcheckError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `modulecheck tensors A B | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        print(f"modulecheck: {style_for(sys.stderr).text(error, 2000)}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="modulecheck",
+        description="Compare two implementations of a model.",
+        epilog=_STATUS_HELP,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_tensors(commands)
+    return parser
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+def _add_tensors(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "tensors",
+        help="compare two files that TensorChecker.save() wrote",
+        description="Compare the tensors of two files, tag by tag; A is the reference."
+        " A file is what TensorChecker.save() wrote, or an .npz of named arrays.",
+        epilog=_STATUS_HELP,
+    )
+    parser.add_argument("a", metavar="A", help="the reference")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument(
+        "--criterion",
+        choices=("equal", "allclose", "calibrated"),
+        default="equal",
+        help="default: equal",
+    )
+    parser.add_argument("--rtol", type=float, default=1e-5, help="of allclose; default: 1e-5")
+    parser.add_argument("--atol", type=float, default=1e-8, help="of allclose; default: 1e-8")
+    parser.add_argument("--equal-nan", action="store_true", help="NaN at the same place is equal")
+    parser.add_argument(
+        "--values-only", action="store_true", help="compare values across dtypes of one kind"
+    )
+    parser.add_argument("--precision", help="of calibrated: the dtype a side computed in")
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="leave tags out; repeatable"
+    )
+    parser.add_argument(
+        "--dump-mode",
+        choices=("not", "all", "not_equal", "first_not_equal"),
+        default="not",
+        help="which groups to write as .npy files",
+    )
+    parser.add_argument("--dump-path", default="tensor_dump", metavar="FOLDER")
+    parser.set_defaults(command=_tensors)
+
+
+def _tensors(chosen: argparse.Namespace) -> int:
+    from modulecheck.tensor_dump import DumpMode
+    from modulecheck.tensors import TensorChecker
+
+    checker = TensorChecker.load(chosen.a, chosen.b, keep="stats", exclude=chosen.exclude)
+    checker.check(
+        chosen.criterion,
+        rtol=chosen.rtol,
+        atol=chosen.atol,
+        equal_nan=chosen.equal_nan or None,
+        check_dtype=False if chosen.values_only else None,
+        precision=chosen.precision,
+        dump_mode=DumpMode(chosen.dump_mode),
+        dump_path=chosen.dump_path,
+    )
+    result = checker.result
+    if result:
+        print(result.report())
+    return EXIT_STATUS[result.verdict]

@@ -1,0 +1,113 @@
+"""The calibrated rule for two implementations: as near as their precision explains.
+
+No float64 run and no perturbed one is at hand, as they are at op level: both sides are results of a
+chain of roundings. What is judged is the error in eps of the coarser precision, by element, in all,
+and as a change of scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from opcheck import tolerances as tol
+from opcheck.verdicts import Outcome, Rule, judge_golden, rms
+
+__all__ = ["COARSENESS", "Limits", "coarsest", "components", "judge_calibrated"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+COARSENESS = {
+    "float64": tol.EPS["float64"],
+    "float32": tol.EPS["float32"],
+    "float16": tol.EPS["float16"],
+    "bfloat16": tol.EPS["bfloat16"],
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e4m3fnuz": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+    "float8_e5m2fnuz": 2.0**-2,
+}
+"""eps by dtype, finest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In eps of the coarser precision of the two sides."""
+
+    element: float
+    """Largest error, relative to max(|reference|, rms of the reference)."""
+    rms: float
+    """rms of the error, relative to that of the reference."""
+    scale: float
+    """Distance from 1 of the factor that best maps the reference to the actual tensor."""
+
+
+LIMITS = Limits(element=64.0, rms=16.0, scale=4.0)
+LIMITS_HALF = Limits(element=24.0, rms=4.0, scale=0.5)
+
+
+def components(array: Array) -> Array:
+    """Flat; complex numbers as pairs."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+
+def coarsest(*dtypes: str | None) -> str:
+    real = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+    known = [real.get(dtype, dtype) for dtype in dtypes if dtype is not None]
+    order = list(COARSENESS)
+    places = [order.index(dtype) for dtype in known if dtype in COARSENESS]
+    return order[max(places)] if places else "float32"
+
+
+def judge_calibrated(actual: Array, reference: Array, precision: str) -> tuple[Outcome, Array]:
+    """The rule for two implementations, no float64 run at hand: element, rms, scale."""
+    eps = COARSENESS[precision]
+    is_fine = precision in ("float64", "float32")
+    limits = LIMITS if is_fine else LIMITS_HALF
+    expected = components(reference).astype(np.float64)
+    size = np.absolute(np.where(np.isfinite(expected), expected, 0.0))
+    typical = _typical(size)
+    rule_dtype = precision if precision in tol.EPS else "bfloat16"
+    allowed = limits.element * eps * np.maximum(size, typical) + tol.ALLOWED_UNDERFLOW[rule_dtype]
+    shape = reference.shape
+    bound = allowed.reshape(-1, 2).min(axis=1) if reference.dtype.kind == "c" else allowed
+    rule = Rule(dtype=rule_dtype, bound=bound.reshape(shape))
+    outcome = judge_golden(actual, reference, perturbed=None, rule=rule)
+    if not outcome.passed or expected.size < tol.MIN_ELEMENTS:
+        return outcome, allowed
+    return _whole_tensor(outcome, components(actual), expected, eps, limits), allowed
+
+
+def _typical(size: Array) -> float:
+    """rms, capped at a multiple of the median of what is not zero: one mask hides no values."""
+    nonzero = size[size > 0.0]
+    if not nonzero.size:
+        return 0.0
+    return min(rms(size), tol.MAX_RMS_OVER_MEDIAN * float(np.median(nonzero)))
+
+
+def _whole_tensor(
+    outcome: Outcome, actual: Array, expected: Array, eps: float, limits: Limits
+) -> Outcome:
+    """The two tests that see a small error spread over all elements."""
+    finite = np.isfinite(expected) & np.isfinite(actual)
+    expected = expected[finite]
+    size = rms(expected)
+    if not expected.size or not size:
+        return outcome
+    unit = np.divide(expected, size)
+    error = np.subtract(actual[finite], expected, dtype=np.float64) / (size * eps)
+    error_rms = rms(error)
+    scale = float(np.dot(error, unit)) / float(np.dot(unit, unit))
+    metrics = replace(outcome.metrics, rmse_ratio=error_rms, mean_shift=scale)
+    if error_rms > limits.rms:
+        why, detail = "rmse", f"rms error {error_rms:.3g} eps, {limits.rms:g} are allowed"
+    elif abs(scale) > limits.scale:
+        why, detail = "bias", f"scaled by {1 + scale * eps:.6g}, {limits.scale:g} eps are allowed"
+    else:
+        return replace(outcome, metrics=metrics)
+    return replace(outcome, passed=False, why=why, reason=detail, metrics=metrics)
