@@ -117,9 +117,10 @@ def main(*, clean: bool = False, log_dir: str = "logs") -> int:
         + ("every kernel as torch ships it.\n" if clean else "one kernel replaced by a wrong one:\n"
            "aten::gelu computes the tanh approximation where the exact formula was asked for.\n")
     )  # fmt: skip
-    with nullcontext() if clean else _wrong_gelu(), check(
-        model, log_dir=log_dir, quiet=True
-    ) as session:
+    with (
+        nullcontext() if clean else _wrong_gelu(),
+        check(model, log_dir=log_dir, quiet=True) as session,
+    ):
         for step in range(_STEPS):
             optimizer.zero_grad()
             logits = model(tokens[:, :-1])

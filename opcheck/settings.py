@@ -84,9 +84,7 @@ class Settings:
 
 def _number(field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(
-            f"{field}: expected a number >= 0, got {value!r} ({_kind(value)})"
-        )
+        raise ArgumentTypeError(f"{field}: expected a number >= 0, got {value!r} ({_kind(value)})")
     if not (math.isfinite(value) and value >= 0):
         raise ArgumentError(f"{field}: expected a finite number >= 0, got {value!r}")
     return float(value)
