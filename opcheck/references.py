@@ -129,6 +129,8 @@ class Reference:
             return convert(param, value)
         if isinstance(value, (list, tuple)) and param.kind in ("tensors", "scalars"):
             return [self._convert(param, item, convert, adjust=adjust) for item in value]
+        if isinstance(value, (bool, complex)) and param.kind == "tensor":
+            return torch.tensor(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return value
         if param.kind in ("scalar", "scalars", "tensor") and adjust:
@@ -401,6 +403,9 @@ def _number_tensor(call: Call, value: int | float, *, wide: bool) -> Tensor:
     dtype = _computing_dtype(call)
     if wide and dtype is not None:
         return torch.tensor(value, dtype=torch.float64)
+    tensors = [item for item in call.args if isinstance(item, Tensor)]
+    if tensors and not any(item.dim() for item in tensors):  # here a 0-dim tensor would promote
+        return torch.tensor(value, dtype=torch.result_type(tensors[0], value))
     if isinstance(value, float):
         return torch.tensor(value, dtype=dtype or torch.get_default_dtype())
     return torch.tensor(value)

@@ -286,29 +286,26 @@ CONFIG = list(KERNELS.items())
 # ---- one wrong kernel ---------------------------------------------------------------------------
 
 
-def spoiled(kernel: Kernel) -> Kernel:
-    """`kernel` with its first result, or what it wrote to, 1% too large; indices one too large."""
+def spoiled(kernel: Kernel, factor: float = 1.01) -> Kernel:
+    """`kernel` with its first result, or what it wrote to, too large; indices off by one."""
+
+    def spoil(x: Tensor) -> Tensor:
+        if x.is_floating_point() or x.is_complex():
+            return product(x, factor)
+        return torch.bitwise_xor(x, torch.ones_like(x))
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         out = kernel(*args, **kwargs)
         if out is None:
-            _spoil_(args[0][0])
+            args[0][0].copy_(spoil(args[0][0]))
         elif isinstance(out, Tensor):
-            out = _spoil_(out) if out is args[0] else _spoil(out)
+            out = out.copy_(spoil(out)) if out is args[0] else spoil(out)
         else:
-            out = type(out)([_spoil(out[0]), *out[1:]])
+            out = type(out)([spoil(out[0]), *out[1:]])
         return out
 
     wrong.__name__ = kernel.__name__
     return wrong
-
-
-def _spoil(x: Tensor) -> Tensor:
-    return product(x, 1.01) if x.is_floating_point() else torch.bitwise_xor(x, torch.ones_like(x))
-
-
-def _spoil_(x: Tensor) -> Tensor:
-    return x.copy_(_spoil(x))
 
 
 # ---- calls --------------------------------------------------------------------------------------
