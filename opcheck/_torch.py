@@ -24,7 +24,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from opcheck.errors import OpcheckError
@@ -41,9 +47,11 @@ __all__ = [
     "graph_task_keeps_graph",
     "is_plain_tensor",
     "kernels",
+    "leave_references",
     "modules_undisturbed",
     "next_sequence_nr",
     "outside_everything",
+    "reference_depth",
     "register_module_hooks",
     "register_optimizer_hooks",
     "running_reference",
@@ -52,6 +60,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unwraps_itself",
+    "without_modes_above",
 ]
 
 
@@ -86,7 +95,8 @@ _CPU = DispatchKeySet(DispatchKey.CPU)
 
 
 class _Reference(threading.local):
-    depth = 0
+    def __init__(self) -> None:
+        self.open: list[outside_everything] = []
 
 
 _reference = _Reference()
@@ -94,7 +104,22 @@ _reference = _Reference()
 
 def running_reference() -> bool:
     """True while this thread does reference work: kernels under test stand aside then."""
-    return _reference.depth > 0
+    return bool(_reference.open)
+
+
+def reference_depth() -> int:
+    """How many contexts of reference work are open in this thread."""
+    return len(_reference.open)
+
+
+def leave_references(depth: int) -> None:
+    """Close contexts of reference work that an exception left open.
+
+    Ctrl-C may come at the first instruction of an `__exit__`, which then does nothing: autograd
+    would stay off for the rest of the process (1 of 70 interrupts, measured).
+    """
+    while len(_reference.open) > depth:
+        _reference.open[-1].__exit__()
 
 
 class outside_everything:  # noqa: N801 - used as a context manager, spelled like one
@@ -104,21 +129,57 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
     """
 
     __slots__ = ("_guards",)
+    _guards: list[Any]
 
     def __enter__(self) -> None:
-        _reference.depth += 1
-        self._guards = [_DisableTorchFunction(), _BelowAutograd(), _ExcludeKeys(_AUTOCAST_KEYS)]
-        if mode_stack_length():
-            self._guards.append(_disable_current_modes())
-        if kernels().overridden:
-            self._guards.append(_Originals())  # type: ignore[no-untyped-call]
-        for guard in self._guards:
-            guard.__enter__()
+        guards = self._guards = []
+        _reference.open.append(self)
+        try:
+            for make in (_DisableTorchFunction, _BelowAutograd):
+                guards.append(make())
+                guards[-1].__enter__()
+            guards.append(_ExcludeKeys(_AUTOCAST_KEYS))
+            guards[-1].__enter__()
+            if mode_stack_length():
+                self._push(_disable_current_modes())
+            if kernels().overridden:
+                self._push(_Originals())  # type: ignore[no-untyped-call]
+        except BaseException:  # Ctrl-C must not leave autograd off
+            self.__exit__()
+            raise
+
+    def _push(self, guard: Any) -> None:
+        guard.__enter__()
+        self._guards.append(guard)
 
     def __exit__(self, *exc: object) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
-        _reference.depth -= 1
+        while self._guards:
+            self._guards.pop().__exit__(None, None, None)
+        if _reference.open and _reference.open[-1] is self:
+            _reference.open.pop()
+
+
+@contextlib.contextmanager
+def without_modes_above(mode: TorchDispatchMode) -> Iterator[Callable[[], None]]:
+    """Take the modes that were entered after `mode` off the stack for a moment.
+
+    A mode's own exit pops whatever is on top. Gives a function that takes off `mode` itself where
+    it is still there.
+    """
+    stack = _mode_stack()
+    above = stack[stack.index(mode) + 1 :] if mode in stack else []
+    for _ in above:
+        _pop_mode()
+
+    def take_off() -> None:
+        if mode in _mode_stack():
+            _pop_mode()
+
+    try:
+        yield take_off
+    finally:
+        for item in above:
+            _push_mode(item)
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opcheck._torch import TorchDispatchMode, unwraps_itself
+from opcheck._torch import TorchDispatchMode, unwraps_itself, without_modes_above
 from opcheck.switch import SWITCH, Observer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CheckMode"]
 
@@ -25,6 +28,24 @@ class CheckMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled code stays compiled; by default a mode silently turns compile off."""
         return True
+
+    def __enter__(self) -> Self:
+        """Watch this thread, or, when Ctrl-C comes in the middle, leave nothing behind."""
+        try:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            with without_modes_above(self) as take_off:
+                take_off()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Leave, also from below modes that were entered later (generators, async tasks)."""
+        with without_modes_above(self) as take_off:
+            try:
+                super().__exit__(*exc)  # type: ignore[no-untyped-call]
+            finally:
+                take_off()  # Ctrl-C may have come before the mode was taken off
 
     def __torch_dispatch__(
         self,

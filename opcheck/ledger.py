@@ -118,7 +118,12 @@ class Ledger:
     # ---- the sum ----
 
     def coverage(self) -> Coverage:
-        """Everything so far."""
+        """Everything so far.
+
+        What has no outcome yet, or never will because Ctrl-C cut it, is `interrupted`.
+        """
+        skipped = Counter(self.skipped)
+        skipped[SkipReason.INTERRUPTED] += self.seen - self.checked - self.errors - skipped.total()
         computing = {
             signature: counts
             for signature, counts in self._signatures.items()
@@ -139,7 +144,7 @@ class Ledger:
             checked=self.checked,
             failed=self.failed,
             errors=self.errors,
-            skipped=dict(self.skipped.most_common()),
+            skipped=dict((+skipped).most_common()),
             elements_seen=self.elements_seen,
             elements_checked=self.elements_checked,
             signatures_seen=len(computing),

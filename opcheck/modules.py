@@ -75,10 +75,12 @@ class ModuleTracker:
         *,
         on_step_end: Callable[[], None],
         on_module_end: Callable[[ModuleFrame, dict[str, Any], Any], None],
+        on_crash: Callable[[str], None],
     ) -> None:
-        self._model = model
+        self._model = None if model is None else weakref.ref(model)
         self._on_step_end = on_step_end
         self._on_module_end = on_module_end
+        self._on_crash = on_crash
         self._local = _Local()
         self._thread = 0
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -87,6 +89,8 @@ class ModuleTracker:
         self._state_size = (0, 0)
         self._origins: dict[int, Origin] = {}
         self._older_origins: dict[int, Origin] = {}
+        self._places: dict[Origin, Origin] = {}
+        """One object for each place, of which there are few beside the nodes made there."""
         self._optimizer: tuple[FrameType, Any] | None = None
         """Frame and object of the optimizer whose step runs."""
         self._stepped = False
@@ -100,8 +104,9 @@ class ModuleTracker:
     def install(self) -> None:
         """Put the hooks on."""
         self._thread = threading.get_ident()
-        if self._model is not None:
-            self._add_root(self._model)
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            self._add_root(model)
         self._removers += _torch.register_module_hooks(self._before_module, self._after_module)
         self._removers += _torch.register_optimizer_hooks(self._before_step, self._after_step)
 
@@ -111,10 +116,10 @@ class ModuleTracker:
             remove()
         self._removers.clear()
         self._local = _Local()
-        for container in (
-            self._names, self._roots, self._owners, self._origins, self._older_origins,
-        ):  # fmt: skip
+        for container in (self._names, self._roots, self._owners):
             container.clear()
+        for origins in (self._origins, self._older_origins, self._places):
+            origins.clear()
         self._optimizer = None
         self._stepped = False
 
@@ -123,6 +128,12 @@ class ModuleTracker:
     def _before_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
+        try:
+            self._module_begins(module, args)
+        except Exception:  # noqa: BLE001 - our crash must not be the user's
+            self._on_crash("module_hook")
+
+    def _module_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         local = self._local
         if local.replaying:
             return
@@ -143,6 +154,12 @@ class ModuleTracker:
     ) -> None:
         if torch.compiler.is_compiling():
             return
+        try:
+            self._module_ends(module, kwargs, output)
+        except Exception:  # noqa: BLE001 - our crash must not be the user's
+            self._on_crash("module_hook")
+
+    def _module_ends(self, module: nn.Module, kwargs: Any, output: Any) -> None:
         local = self._local
         stack = local.stack
         if local.replaying or not any(frame.module is module for frame in stack):
@@ -165,7 +182,10 @@ class ModuleTracker:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() == self._thread:
             self._optimizer = sys._getframe(1), optimizer
-            self._learn_owners(optimizer)
+            try:
+                self._learn_owners(optimizer)
+            except Exception:  # noqa: BLE001 - our crash must not be the user's
+                self._on_crash("optimizer_hook")
 
     def _after_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -309,7 +329,8 @@ class ModuleTracker:
         local.last_sequence_nr = sequence_nr
         frame = find_user_frame(sys._getframe(1), self._user_code)
         code, line = (frame.f_code, frame.f_lineno) if frame else (None, 0)
-        self._origins.setdefault(sequence_nr, (fqn, code, line))
+        place = (fqn, code, line)
+        self._origins.setdefault(sequence_nr, self._places.setdefault(place, place))
 
     def source(self) -> str:
         """`model.py:41 in forward` of the running call, of its forward call in backward; or ""."""

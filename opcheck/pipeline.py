@@ -75,27 +75,32 @@ class Pipeline:
     ) -> Call | bool:
         """A Call to be checked, True to count its result only, False for neither."""
         with self.lock:
+            seen = self.ledger.seen
+            depth = _torch.reference_depth()
             try:
                 return self._before(func, args, kwargs)
-            except Exception:  # noqa: BLE001 - our crash must not be the user's
-                self._crashed_before(func)
+            except BaseException as error:  # our crash must not be the user's
+                _torch.leave_references(depth)
+                if not isinstance(error, Exception):  # Ctrl-C
+                    raise
+                self._crashed_before(str(func), seen, "looking at this call crashed before it ran")
                 return False
 
     def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see Observer
         """The op gave `out`."""
         with self.lock:
+            depth = _torch.reference_depth()
             try:
                 if call is not False:
                     self.ledger.elements_seen += _count_elements(out)
                 if isinstance(call, Call):
                     self._check(call, out)
-            except Exception:  # noqa: BLE001 - our crash must not be the user's
+            except BaseException as error:  # our crash must not be the user's
+                _torch.leave_references(depth)
+                if not isinstance(error, Exception):  # Ctrl-C
+                    raise
                 if isinstance(call, Call):
                     self._crashed(call, out)
-            except BaseException:  # Ctrl-C in the middle of a check
-                if isinstance(call, Call):
-                    self.ledger.skip(SkipReason.INTERRUPTED, self.ledger.counts_of(call.signature))
-                raise
 
     def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see Observer
         """The op raised: it was seen, and there is nothing to check."""
@@ -286,12 +291,16 @@ class Pipeline:
         self, frame: ModuleFrame, kwargs: Mapping[str, Any], output: Any, record: OpRecord
     ) -> Born:
         start = perf_counter()
+        depth = _torch.reference_depth()
         try:
             with self._tracker.looking_away(), _torch.outside_everything():
                 return judge_origin(
                     frame, kwargs, output, record.op, record.occurrence, self._tracker.random_calls
                 )
-        except Exception as error:  # noqa: BLE001 - our crash must not be the user's
+        except BaseException as error:  # our crash must not be the user's
+            _torch.leave_references(depth)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
             text = f"{record.op} made a non-finite value; looking into it crashed: {error!r}"
             return Born(failed=False, text=text)
         finally:
@@ -299,33 +308,47 @@ class Pipeline:
 
     def release(self) -> None:
         """Modules that never ended: what they hold is written as it is."""
-        for frame in self._tracker.drain():
-            self.module_ended(frame, {}, None)
+        try:
+            for frame in self._tracker.drain():
+                self.module_ended(frame, {}, None)
+        except Exception:  # noqa: BLE001 - our crash must not be the user's
+            self.crashed_in("release")
 
     # ---- crashes of ours ----
 
     def _crashed(self, call: Call, out: Any) -> None:
+        error = traceback.format_exc()
+        try:
+            inputs = tuple(spell_tensor((*call.args, *call.kwargs.values())))
+            outputs = tuple(spell_tensor(out))
+        except Exception:  # noqa: BLE001 - then without them
+            inputs = outputs = ()
         record = OpRecord(
             op=call.traits.name, module=call.site.module, phase=call.site.phase,
             index=call.index, step=call.step, occurrence=call.occurrence,
-            inputs=tuple(spell_tensor((*call.args, *call.kwargs.values()))),
-            outputs=tuple(spell_tensor(out)), source=call.source,
+            inputs=inputs, outputs=outputs, source=call.source,
             verdict=Verdict.INCONCLUSIVE, reason="checking this call crashed",
-            error=traceback.format_exc(), criterion=self._settings.criterion,
+            error=error, criterion=self._settings.criterion,
             run_id=self._run_id, rank=self._rank,
         )  # fmt: skip
         self.ledger.counts_of(call.signature).attempts += 1
         self._finish(_Held(record, call.site, call.signature, 0))
 
-    def _crashed_before(self, func: Any) -> None:
-        name = str(func)
+    def crashed_in(self, where: str) -> None:
+        """Something of ours crashed that belongs to no call: counted as if it were one."""
+        with self.lock:
+            self._crashed_before(f"opcheck.{where}", self.ledger.seen, "the checker itself crashed")
+
+    def _crashed_before(self, name: str, seen: int, reason: str) -> None:
+        op = name if name.count(".") >= 2 else f"{name}.default"
+        if self.ledger.seen == seen:  # not even counted
+            self.ledger.seen += 1
         record = OpRecord(
-            op=name if name.count(".") >= 2 else f"{name}.default", index=self.ledger.seen - 1,
-            step=self.step, verdict=Verdict.INCONCLUSIVE,
-            reason="looking at this call crashed before it ran", error=traceback.format_exc(),
-            criterion=self._settings.criterion, run_id=self._run_id, rank=self._rank,
+            op=op, index=self.ledger.seen - 1, step=self.step, verdict=Verdict.INCONCLUSIVE,
+            reason=reason, error=traceback.format_exc(), criterion=self._settings.criterion,
+            run_id=self._run_id, rank=self._rank,
         )  # fmt: skip
-        self._finish(_Held(record, Site("", "other"), (func,), 0))
+        self._finish(_Held(record, Site("", "other"), (name,), 0))
 
     # ---- the sum, steps and compiled regions ----
 
@@ -338,8 +361,8 @@ class Pipeline:
         """The next call belongs to the next step."""
         with self.lock:
             self.release()
-            self.ledger.end_step()
             self.step += 1
+            self.ledger.end_step()
 
     def compiled_region_ran(self) -> None:
         """Inductor code ran: one call that nobody can look into."""

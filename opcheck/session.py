@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from loguru import logger
 from torch import nn
@@ -115,8 +116,13 @@ class Session:
         self._header: dict[str, Any] | None = None
         self._callback_error: BaseException | None = None
         self._exits: contextlib.ExitStack | None = None
+        self._entered_by = (0, 0)
+        """Process and thread."""
         self._tracker = ModuleTracker(
-            model, on_step_end=self.next_step, on_module_end=self._module_ended
+            model,
+            on_step_end=self.next_step,
+            on_module_end=self._module_ended,
+            on_crash=self._crashed_in,
         )
         self._pipeline = Pipeline(
             settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep
@@ -149,7 +155,15 @@ class Session:
 
     def report(self, *, width: int | None = None) -> str:
         """The findings for a person, as text of at most `width` columns."""
-        return render(self._run(), width=width, log_path=self.log_path)
+        text = render(self._run(), width=width, log_path=self.log_path)
+        problem = self._files.problem
+        return f"{text}\n\nthe log is incomplete: {problem}" if problem else text
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Session cannot be copied or pickled, it belongs to the code it watches; keep"
+            " session.records and session.coverage, or opcheck.load_run(session.log_path)"
+        )
 
     def _run(self) -> Run:
         return Run(header=self._header or {}, records=self.records, coverage=self.coverage)
@@ -175,21 +189,35 @@ class Session:
             )
             exits.enter_context(SWITCH.session(self._pipeline))
             exits.enter_context(CheckMode(self._pipeline))
+            self._entered_by = os.getpid(), threading.get_ident()
             self._exits = exits.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        process, thread = self._entered_by
+        is_fork = process != os.getpid()
+        if self._exits is not None and not is_fork and thread != threading.get_ident():
+            raise RuntimeError(
+                "this session was entered by another thread, whose calls it sees; leave it there"
+            )
         exits, self._exits = self._exits, None
         if exits is None:
             return
         with exits:
             self._pipeline.release()
-            coverage = self.coverage
-            exits.callback(self._files.coverage, coverage, self.run_id, self.rank)
+            exits.callback(self._write_coverage)
+        if is_fork:  # the parent tells of it
+            return
         if not self.settings.quiet:
             self._say()
         if kind is None:
             self._raise_what_waited()
+
+    def _write_coverage(self) -> None:
+        try:
+            self._files.coverage(self.coverage, self.run_id, self.rank)
+        except Exception as error:  # noqa: BLE001 - our crash must not be the user's
+            self._files.note(error)
 
     def _raise_what_waited(self) -> None:
         error, self._callback_error = self._callback_error, None
@@ -204,14 +232,20 @@ class Session:
             self._pipeline.end_step()
 
     def _say(self) -> None:
-        run = self._run()
-        level = "INFO" if run.verdict is Verdict.PASS else "WARNING"
-        line = one_line(run, self.log_path)
+        try:
+            run = self._run()
+            level = "INFO" if run.verdict is Verdict.PASS else "WARNING"
+            line = one_line(run, self.log_path)
+        except Exception as error:  # noqa: BLE001 - our crash must not be the user's
+            level, line = "WARNING", f"opcheck: INCONCLUSIVE; summing up crashed: {error!r}"
         if self._files.problem:
             line += f" (the log is incomplete: {self._files.problem})"
         logger.bind(opcheck=self.run_id).log(level, line)
 
     # ---- records ----
+
+    def _crashed_in(self, where: str) -> None:
+        self._pipeline.crashed_in(where)
 
     def _module_ended(self, *args: Any) -> None:
         self._pipeline.module_ended(*args)

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -94,15 +94,15 @@ class LogFiles:
 
     def header(self, fields: Mapping[str, Any]) -> None:
         """Begin a run."""
-        self._write({"type": "header", **fields})
+        self._write("header", dict, fields)
 
     def record(self, record: OpRecord) -> None:
         """One checked call; on disk when this returns."""
-        self._write({"type": "record", **to_json(record)})
+        self._write("record", to_json, record)
 
     def coverage(self, coverage: Coverage, run_id: str, rank: int) -> None:
         """End a run, or the part of it so far."""
-        self._write({"type": "coverage", "run_id": run_id, "rank": rank, **to_json(coverage)})
+        self._write("coverage", to_json, coverage, run_id=run_id, rank=rank)
 
     def failure(self, record: OpRecord) -> None:
         """The documented line, in our file and in the user's sinks."""
@@ -113,32 +113,46 @@ class LogFiles:
             if self._sink is None:
                 self._sink = self._add_sink()
             bound.log("TRACE" if self._quiet else "WARNING", format_text_line(record))
-        except (OSError, ValueError) as error:
-            self._note(error)
+        except Exception as error:  # noqa: BLE001 - our log is never worth the user's step
+            self.note(error)
 
-    def _write(self, fields: Mapping[str, Any]) -> None:
+    def _write(self, kind: str, spell: Callable[[Any], Any], item: Any, **more: Any) -> None:
         if self._json is None or os.getpid() != self._pid:
             return
-        line = json.dumps(fields, allow_nan=False, separators=(",", ":")) + "\n"
         try:
+            fields = {"type": kind, **more, **spell(item)}
+            line = json.dumps(fields, allow_nan=False, separators=(",", ":")) + "\n"
             with self._lock:
                 self._json.write(line)
                 self._json.flush()
-        except (OSError, ValueError) as error:
-            self._note(error)
+        except Exception as error:  # noqa: BLE001 - our log is never worth the user's step
+            self.note(error)
 
-    def _note(self, error: Exception) -> None:
+    def note(self, error: Exception | str) -> None:
+        """Something is missing from the log; the first reason is kept."""
         if self.problem is None:
             self.problem = f"{self.json_path}: {error}"
 
     def close(self) -> None:
         """Close both files; only our own sink is taken off."""
         if self._sink is not None:
-            logger.remove(self._sink)
-            self._sink = None
+            sink, self._sink = self._sink, None
+            try:
+                logger.remove(sink)
+            except (OSError, ValueError) as error:  # what it still held could not be written
+                self.note(error)
         if self._json is not None:
             file, self._json = self._json, None
             try:
+                if not self._is_in_place(file):
+                    self.note("it was removed or replaced while the session ran")
                 file.close()
-            except OSError as error:
-                self._note(error)
+            except (OSError, ValueError) as error:
+                self.note(error)
+
+    def _is_in_place(self, file: TextIO) -> bool:
+        """False when the folder was deleted meanwhile: what we wrote went nowhere."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.json_path.stat())
+        except FileNotFoundError:
+            return False
