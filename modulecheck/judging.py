@@ -138,6 +138,9 @@ def quick(actual: Array, eager: Array, dtype: str, rule: Rule) -> Compared:
         return Compared(verdict=Verdict.PASS, documented=numbers, notes=("empty",))
     if actual.dtype.kind in "iub":
         outcome = judge_exact(actual, eager)
+        if not outcome.passed:  # float64 does not hold every int64
+            exact = outcome.metrics
+            numbers = Documented(exact.max_abs, exact.mean_abs, exact.max_rel, numbers.allclose)
         return Compared(
             verdict=Verdict.PASS if outcome.passed else Verdict.FAIL,
             reason=outcome.reason,

@@ -406,8 +406,9 @@ class _CastWatch(_torch.TorchDispatchMode):
     def _look(self, source: Tensor, dtype: torch.dtype) -> None:
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return
-        values, limits = source.detach().double(), torch.iinfo(dtype)
-        holds = values.isfinite() & (values > limits.min - 1) & (values < limits.max + 1.0)
+        whole, limits = source.detach().double().trunc(), torch.iinfo(dtype)
+        # the largest int64 rounds up to 2**63, which it cannot hold
+        holds = whole.isfinite() & (whole >= float(limits.min)) & (whole < float(limits.max) + 1.0)
         self.undefined += int((~holds).sum())
 
 
