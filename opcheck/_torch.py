@@ -45,6 +45,7 @@ __all__ = [
     "decomposition",
     "dispatch_key_of",
     "graph_task_keeps_graph",
+    "held_tensors",
     "is_plain_tensor",
     "kernels",
     "leave_references",
@@ -211,6 +212,13 @@ def unwraps_itself(types: tuple[type, ...]) -> bool:
     A mode that answers NotImplemented for those sees the inner calls one by one.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def held_tensors(tensor: Tensor) -> list[Tensor]:
+    """What a wrapper subclass holds, the local shard of a DTensor; nothing for other tensors."""
+    if type(tensor) in _PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 # ---- kernels ------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class OpTraits:
     maybe_random: bool
     """May draw random numbers, depending on its arguments: whether the RNG moved tells."""
     mutates: bool
+    unreturned: frozenset[str]
+    """Names of parameters that are written to and not returned."""
     may_alias: bool
     """A result may share memory with an argument: its schema says so, or cannot say it."""
 
@@ -147,7 +149,21 @@ def traits_of(func: Any) -> OpTraits:
         skip=_static_skip(func, namespace, base, tags, params),
         maybe_random="nondeterministic_seeded" in tags,
         mutates=any(param.mutated for param in params),
+        unreturned=_unreturned(schema, params),
         may_alias=is_composite(func) or any(item.alias_info is not None for item in schema.returns),
+    )
+
+
+def _unreturned(schema: Any, params: tuple[Param, ...]) -> frozenset[str]:
+    returned: set[str] = set()
+    for item in schema.returns:
+        if item.alias_info is not None:
+            returned |= item.alias_info.before_set
+    return frozenset(
+        param.name
+        for param, argument in zip(params, schema.arguments, strict=True)
+        if param.mutated
+        and not (argument.alias_info is not None and argument.alias_info.before_set & returned)
     )
 
 

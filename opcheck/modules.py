@@ -257,11 +257,11 @@ class ModuleTracker:
                 owner = owners.get(id(parameter))
                 if owner is None:
                     continue
-                if parameter.grad is not None:
-                    owners[id(parameter.grad)] = owner
-                for value in state[parameter].values() if parameter in state else ():
+                known = (parameter, parameter.grad, *state.get(parameter, {}).values())
+                for value in known:
                     if isinstance(value, Tensor):
-                        owners[id(value)] = owner
+                        for tensor in (value, *_torch.held_tensors(value)):
+                            owners[id(tensor)] = owner
 
     def owner(self, tensors: Iterable[Any]) -> str:
         """FQN of the module that owns the parameters among `tensors`, "" if not one alone.

@@ -78,7 +78,7 @@ class Pipeline:
             seen = self.ledger.seen
             depth = _torch.reference_depth()
             try:
-                return self._before(func, args, kwargs)
+                return self._before(func, types, args, kwargs)
             except BaseException as error:  # our crash must not be the user's
                 _torch.leave_references(depth)
                 if not isinstance(error, Exception):  # Ctrl-C
@@ -110,7 +110,9 @@ class Pipeline:
 
     # ---- before the op ----
 
-    def _before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | bool:
+    def _before(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | bool:
         ledger, tracker = self.ledger, self._tracker
         site = tracker.locate()
         module = site.module
@@ -123,12 +125,21 @@ class Pipeline:
             ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
             return False
         index, occurrence = ledger.count((module, site.phase, func))
+        if types and _torch.unwraps_itself(types):
+            ledger.skip(SkipReason.UNWRAPPED)
+            return False
         traits = traits_of(func)
         if traits.skip is not None:
             if traits.skip is SkipReason.RANDOM:
                 tracker.random_calls += 1
             ledger.skip(traits.skip)
             return False
+        if traits.unreturned:
+            ledger.elements_seen += sum(
+                _count_elements(value)
+                for param, value in traits.bound(args, kwargs)
+                if param.name in traits.unreturned
+            )
         found = describe(func, args, kwargs)
         signature = tuple(found.key)
         counts = ledger.signature(signature)

@@ -70,6 +70,8 @@ class SkipReason(str, Enum):
     TOO_LARGE = "too_large"
     UNSUPPORTED_TYPE = "unsupported_type"
     """Sparse, quantized, nested, fake, meta tensors, subclasses, dtypes without a float64 twin."""
+    UNWRAPPED = "unwrapped"
+    """Of a wrapper (DTensor, jagged): the calls on what it holds are seen one by one."""
     EXCLUDED = "excluded"
     """By `include` or `exclude`."""
     OUTSIDE_MODULES = "outside_modules"
@@ -96,6 +98,7 @@ class SkipReason(str, Enum):
         """False when the skipped call computes nothing that could be wrong."""
         return self not in (
             SkipReason.LAYOUT,
+            SkipReason.UNWRAPPED,
             SkipReason.UNINITIALIZED,
             SkipReason.NOTHING_TO_COMPARE,
             SkipReason.OP_RAISED,

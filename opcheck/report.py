@@ -365,6 +365,7 @@ _SKIP_WORDS = {
     SkipReason.BUDGET_USED_UP: "its signature was checked max_checks times",
     SkipReason.ALREADY_LOGGED: "log_once: it has failed before",
     SkipReason.TOO_LARGE: "a tensor above max_numel",
+    SkipReason.UNWRAPPED: "of a wrapper tensor; the calls on what it holds follow",
     SkipReason.UNSUPPORTED_TYPE: "a tensor type or dtype without a reference",
     SkipReason.EXCLUDED: "by include or exclude",
     SkipReason.OUTSIDE_MODULES: "by modules",
