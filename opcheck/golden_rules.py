@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ __all__ = [
     "READS_STORAGE",
     "SCALARS_IN_FLOAT32",
     "Bound",
+    "argument",
     "reduction_length",
     "wider",
 ]
@@ -41,12 +43,21 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else dtype
 
 
+def argument(call: Call, name: str, default: Any = None) -> Any:
+    """An argument of a call by its name in the schema."""
+    for param, value in call.traits.bound(call.args, call.kwargs):
+        if param.name == name:
+            return value
+    return default
+
+
 # ---- arguments ----------------------------------------------------------------------------------
 
 SCALARS_IN_FLOAT32 = frozenset(
     {
         "mul", "div", "lerp", "addcmul", "addcdiv", "leaky_relu", "leaky_relu_backward", "elu",
         "elu_backward", "celu", "softplus", "softplus_backward", "softshrink", "xlogy",
+        "threshold", "threshold_backward", "hardtanh_backward",
     }
 )  # fmt: skip
 """In 16 bit these take Python numbers in float32; all others round them to the dtype first.
@@ -102,10 +113,32 @@ def _plain_softmax(call: Call, bound: Bound) -> None:
     bound["half_to_float"] = False
 
 
+def _farthest_coordinates(call: Call, bound: Bound) -> None:
+    """With p=inf the kernel looks for the coordinate that equals the distance, bit for bit.
+
+    The distance of the program, widened, equals none of the float64 differences.
+    """
+    first, second = (np.asarray(bound[name]) for name in ("x1", "x2"))
+    if math.isinf(bound["p"]) and first.shape[-1]:
+        apart = np.absolute(first[..., :, None, :] - second[..., None, :, :])
+        bound["cdist"] = torch.from_numpy(apart.max(-1))
+
+
+def _farthest_coordinates_of_pairs(call: Call, bound: Bound) -> None:
+    """As for two sets of points."""
+    points = np.asarray(bound["self"])
+    if math.isinf(bound["p"]) and points.shape[-1]:
+        first, second = np.triu_indices(points.shape[0], 1)
+        apart = np.absolute(points[first] - points[second])
+        bound["pdist"] = torch.from_numpy(apart.max(-1))
+
+
 ADJUST: Mapping[str, Callable[[Call, Bound], None]] = MappingProxyType(
     {
         "_softmax": _plain_softmax,
         "_log_softmax": _plain_softmax,
+        "_cdist_backward": _farthest_coordinates,
+        "_pdist_backward": _farthest_coordinates_of_pairs,
         "rms_norm": _eps_of_dtype,
         "_fused_rms_norm": _eps_of_dtype,
         "nan_to_num": _limits_of_dtype,
@@ -161,7 +194,9 @@ def reduction_length(call: Call, out: Tensor) -> float:
 
 
 def _product_length(call: Call, tensors: list[Tensor], out: Tensor) -> float:
-    factors = tensors[1:] if call.traits.base.startswith(("addmm", "badd", "addb", "addmv")) else tensors
+    factors = (
+        tensors[1:] if call.traits.base.startswith(("addmm", "badd", "addb", "addmv")) else tensors
+    )
     return float(factors[0].shape[-1]) if factors and factors[0].dim() else 1.0
 
 

@@ -14,16 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from opcheck.calls import Call
+from opcheck.golden_rules import argument
 from opcheck.references import host_array
 
 __all__ = ["INDEX_RULES"]
-
-
-def _argument(call: Call, name: str, default: Any = None) -> Any:
-    for param, value in call.traits.bound(call.args, call.kwargs):
-        if param.name == name:
-            return value
-    return default
 
 
 def _gathered(source: np.ndarray[Any, Any], index: np.ndarray[Any, Any], dim: int) -> Any:
@@ -44,7 +38,7 @@ def _values_and_indices(call: Call, number: int, actual: Sequence[Any]) -> bool:
     """`(values, indices)` along a dimension, kept or reduced."""
     source = host_array(call.args[0])
     values, index = (host_array(leaf.value) for leaf in actual[:2])
-    dim = _argument(call, "dim", -1)
+    dim = argument(call, "dim", -1)
     if source.ndim and values.ndim < source.ndim:
         values, index = np.expand_dims(values, dim), np.expand_dims(index, dim)
     if not _same(_gathered(source, index, dim), values):
@@ -58,7 +52,7 @@ def _values_and_indices(call: Call, number: int, actual: Sequence[Any]) -> bool:
 def _extreme_index(call: Call, number: int, actual: Sequence[Any]) -> bool:
     """`argmax` and `argmin`: the index leads to the extreme value."""
     source = host_array(call.args[0])
-    dim = _argument(call, "dim")
+    dim = argument(call, "dim")
     index = host_array(actual[number].value)
     if dim is None:
         source, index, dim = source.reshape(-1), index.reshape(-1), 0

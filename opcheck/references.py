@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from opcheck import _torch
+from opcheck.arrays import Array, spacing_of
 from opcheck.calls import Call, Param
 from opcheck.golden_rules import (
     ADJUST,
@@ -31,11 +31,9 @@ from opcheck.golden_rules import (
     wider,
 )
 from opcheck.records import SkipReason
-from opcheck.verdicts import spacing_of
 
 __all__ = ["Reference", "Result", "choose", "host_array", "snapshot", "to_host"]
 
-Array = npt.NDArray[Any]
 _INDEPENDENT_TF32 = 2.0**-11
 """Relative step of TF32 inputs: products on a GPU are perturbed by it where TF32 is allowed."""
 
@@ -56,10 +54,11 @@ class Reference:
     label: str
     """Who plays it: "float64", "cpu kernel", "decomposition"."""
     run: Callable[[list[Any], dict[str, Any]], Any]
-    has_baseline: bool
     seed: int
     integers_become_floats: bool = False
     """The op makes floats of integers, and would make float32 of them in the golden too."""
+    has_baseline: bool = False
+    """Torch's own kernel, which is not under test, can run in the dtype of the call."""
     _widened: dict[int, Tensor] = field(default_factory=dict)
     _golden: Result | None = None
     _draws: dict[int, Result] = field(default_factory=dict)
@@ -98,8 +97,8 @@ class Reference:
         for param in call.traits.params:
             if param.kind == "tensor":
                 value = given.get(param.name)
-                is_tensor = isinstance(value, Tensor)
-                found.append(host_array(self._widened_copy(value)) if is_tensor else None)
+                wide = self._widened_copy(value) if isinstance(value, Tensor) else None
+                found.append(None if wide is None else host_array(wide))
         return found
 
     # ---- arguments ----
@@ -170,6 +169,9 @@ class Reference:
             return known
         wide = self._widen(param, tensor)
         dtype = tensor.dtype
+        if not _is_inexact(dtype) and self.integers_become_floats:
+            # the op casts them first and rounds from there on: sinc(3) is pi's rounding alone
+            dtype = self.call.out_dtype
         if not _is_inexact(dtype) or self.call.before_groups:
             return wide
         values = wide.detach().numpy()
@@ -197,17 +199,17 @@ def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
     if kernel is not None:
         run = partial(_call_kernel, kernel)
         if on_device or overridden:
-            return Reference(call, "cpu kernel", run, True, seed, makes_floats)
+            return Reference(call, "cpu kernel", run, seed, makes_floats, has_baseline=True)
         if not _golden_is_independent(call):
             return SkipReason.NO_INDEPENDENT_REFERENCE
-        return Reference(call, "float64", run, False, seed, makes_floats)
+        return Reference(call, "float64", run, seed, makes_floats)
     if not traits.name.startswith(("aten.", "prims.")):
         return SkipReason.NO_CPU_KERNEL
     formula = _torch.decomposition(call.func)
     if formula is None:
         return SkipReason.REFERENCE_NOT_AVAILABLE
     run = partial(_call_formula, formula)
-    return Reference(call, "decomposition", run, False, seed, makes_floats)
+    return Reference(call, "decomposition", run, seed, makes_floats)
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
@@ -287,12 +289,10 @@ def _copy_group(call: Call, group: list[Tensor]) -> None:
     """Tensors that share memory share it in the copy as well."""
     call.before_groups = True
     whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
-    whole = whole.set_(group[0].untyped_storage()).detach().to("cpu", copy=True)  # type: ignore[call-overload]
+    whole = whole.set_(group[0].untyped_storage()).detach().to("cpu", copy=True)
     for tensor in group:
         view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(
-            whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )  # type: ignore[call-overload]
+        view.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         call.before[id(tensor)] = view
 
 
@@ -337,7 +337,7 @@ def _cloned_together(before: dict[int, Tensor]) -> dict[int, Tensor]:
         storage = tensor.untyped_storage()
         own = storages.setdefault(storage._cdata, storage.clone())
         view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
         found[key] = view
     return found
 
@@ -349,7 +349,7 @@ def _widened_like(call: Call, source: Tensor, dtype: torch.dtype) -> Tensor:
     if shared is None:
         flat = torch.empty(0, dtype=source.dtype)
         size = storage.nbytes() // source.element_size()
-        flat.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]
+        flat.set_(storage, 0, (size,), (1,))
         shared = call.wide_storages[storage._cdata] = (source.dtype, flat.to(dtype))
     if shared[0] != source.dtype:
         raise NotImplementedError("views of one memory in several dtypes have no float64 twin")
@@ -361,6 +361,10 @@ def _widened_like(call: Call, source: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _computing_dtype(call: Call) -> torch.dtype | None:
     """The floating dtype in which a call with Python numbers computes, None for integer calls."""
+    if call.out_dtype is not None and _input_dtypes(call) and _names_dtype(call):
+        # full_like(x, 0.3, dtype=float64); a factory without tensors reads its numbers as doubles
+        named: torch.dtype = call.out_dtype
+        return named
     found: torch.dtype | None = None
     for value in call.args:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -374,6 +378,13 @@ def _computing_dtype(call: Call) -> torch.dtype | None:
     return found
 
 
+def _names_dtype(call: Call) -> bool:
+    return any(
+        param.kind == "dtype" and value is not None
+        for param, value in call.traits.bound(call.args, call.kwargs)
+    )
+
+
 _NUMPY_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {
     torch.float32: np.float32,
     torch.complex64: np.float32,
@@ -381,7 +392,7 @@ _NUMPY_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {
 }
 
 
-def _rounded_number(call: Call, value: int | float) -> int | float:
+def _rounded_number(call: Call, value: float) -> float:
     """A Python number as the kernel sees it: in the dtype that the op computes in."""
     dtype = _computing_dtype(call)
     if isinstance(value, int) and abs(value) <= 256:
@@ -399,7 +410,7 @@ def _rounded_number(call: Call, value: int | float) -> int | float:
         return float(kind(value))
 
 
-def _number_tensor(call: Call, value: int | float, *, wide: bool) -> Tensor:
+def _number_tensor(call: Call, value: Any, *, wide: bool) -> Tensor:
     dtype = _computing_dtype(call)
     if wide and dtype is not None:
         return torch.tensor(value, dtype=torch.float64)
@@ -412,7 +423,7 @@ def _number_tensor(call: Call, value: int | float, *, wide: bool) -> Tensor:
 
 
 def _name_dtypes(call: Call, bound: Bound) -> None:
-    """Arguments that name a dtype name its float64 twin; what they would round, they round first."""
+    """Arguments that name a dtype name its float64 twin; what they round is rounded first."""
     for param in call.traits.params:
         if param.kind != "dtype":
             continue
@@ -428,11 +439,12 @@ def _round_first(call: Call, bound: Bound, dtype: torch.dtype) -> None:
     """`sum(x, dtype=bfloat16)` of a float32 tensor sums the rounded elements."""
     name = call.traits.params[0].name
     given, source = call.args[0] if call.args else None, bound.get(name)
-    if isinstance(given, Tensor) and isinstance(source, Tensor) and (
-        given.dtype.is_floating_point and dtype.is_floating_point
-    ):
-        if torch.finfo(dtype).eps > torch.finfo(given.dtype).eps:
-            bound[name] = source.to(dtype).to(torch.float64)
+    if not isinstance(given, Tensor) or not isinstance(source, Tensor):
+        return
+    if not (given.dtype.is_floating_point and dtype.is_floating_point):
+        return
+    if torch.finfo(dtype).eps > torch.finfo(given.dtype).eps:
+        bound[name] = source.to(dtype).to(torch.float64)
 
 
 def _spread(params: tuple[Param, ...], bound: Bound) -> tuple[list[Any], dict[str, Any]]:
@@ -470,4 +482,6 @@ def host_array(tensor: Tensor) -> Array:
         plain = plain.resolve_neg()
     if plain.dtype in (torch.bfloat16, torch.float16):
         plain = plain.to(torch.float32)
+    elif plain.dtype is torch.complex32:
+        plain = plain.to(torch.complex64)
     return plain.numpy()

@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "opcheck": (
         {"errors", "globs", "records", "tolerances", "printing", "version"},
-        {"_torch", "settings", "textline", "groups", "verdicts"},
-        {"calls", "environment", "logfile", "sinks"},
-        {"golden_rules", "ledger", "modules", "policy", "scan", "switch"},
-        {"callers", "golden", "intercept", "logrecords", "references"},
-        {"index_rules", "review"},
+        {"_torch", "arrays", "settings", "textline", "groups"},
+        {"allowances", "calls", "environment", "logfile", "sinks"},
+        {"golden_rules", "ledger", "modules", "policy", "rules", "scan", "switch"},
+        {"callers", "golden", "intercept", "logrecords", "measures", "references"},
+        {"index_rules", "interval", "reconstruct", "review"},
+        {"verdicts"},
         {"compare", "merging", "report", "rundiff"},
         {"export", "kernel_inputs", "nonfinite", "repro", "tree"},
         {"pipeline", "rundiff_report"},
