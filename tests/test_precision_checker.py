@@ -1,4 +1,4 @@
-"""PrecisionChecker in single-pass: what it finds, what it says when it cannot know, what it leaves."""
+"""PrecisionChecker in single-pass: what it finds, what it cannot know, what it leaves behind."""
 
 from __future__ import annotations
 
