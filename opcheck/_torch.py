@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -411,6 +411,10 @@ def register_module_hooks(
     Returns:
         Functions that take the hooks off again.
     """
+    filters_before = list(warnings.filters)
+    # an OptimizedModule warns that it calls global hooks twice, which ours do not mind
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are")
+    ours = [item for item in warnings.filters if item not in filters_before]
     before_handle = _module.register_module_forward_pre_hook(before)
     after_handle = _module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
@@ -420,7 +424,12 @@ def register_module_hooks(
         # path for the rest of the process
         _module._global_forward_hooks_with_kwargs.pop(after_handle.id, None)
 
-    return [before_handle.remove, remove_after]
+    def remove_filter() -> None:
+        for item in ours:
+            with contextlib.suppress(ValueError):  # the user has reset the filters
+                cast("list[Any]", warnings.filters).remove(item)
+
+    return [before_handle.remove, remove_after, remove_filter]
 
 
 def register_optimizer_hooks(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.callers import CallerTracker
-from opcheck.calls import Call, Site, traits_of
+from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.ledger import Ledger
@@ -125,21 +125,14 @@ class Pipeline:
             ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
             return False
         index, occurrence = ledger.count((module, site.phase, func))
-        if types and _torch.unwraps_itself(types):
-            ledger.skip(SkipReason.UNWRAPPED)
-            return False
         traits = traits_of(func)
-        if traits.skip is not None:
-            if traits.skip is SkipReason.RANDOM:
-                tracker.random_calls += 1
-            ledger.skip(traits.skip)
+        skip = SkipReason.UNWRAPPED if types and _torch.unwraps_itself(types) else traits.skip
+        if skip is not None:
+            tracker.random_calls += skip is SkipReason.RANDOM
+            ledger.skip(skip)
             return False
         if traits.unreturned:
-            ledger.elements_seen += sum(
-                _count_elements(value)
-                for param, value in traits.bound(args, kwargs)
-                if param.name in traits.unreturned
-            )
+            ledger.elements_seen += _count_unreturned(traits, args, kwargs)
         found = describe(func, args, kwargs)
         signature = tuple(found.key)
         counts = ledger.signature(signature)
@@ -407,6 +400,11 @@ def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
         for item in (value if isinstance(value, (list, tuple)) else (value,))
         if isinstance(item, Tensor)
     ]
+
+
+def _count_unreturned(traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    bound = traits.bound(args, kwargs)
+    return sum(_count_elements(value) for param, value in bound if param.name in traits.unreturned)
 
 
 def _count_elements(out: Any) -> int:
