@@ -13,9 +13,8 @@ from modulecheck.tensor_records import Site
 from modulecheck.tensor_store import (
     Held,
     InFile,
+    TensorFile,
     TensorFileError,
-    read_arrays,
-    read_index,
     write_file,
 )
 
@@ -122,17 +121,17 @@ def _own_sides(saved: Saved, path: Path, taken: set[str]) -> Saved:
 
 
 def _load(path: Path) -> Saved:
-    index = read_index(path)
+    file = TensorFile(path)
+    index = file.index
     if index is None:
-        names = read_arrays(path)
-        return Saved([Entry(name, None, 0, InFile(path, name, "", "")) for name in names])
+        return Saved([Entry(name, None, 0, InFile(file, name, "", "")) for name in file.arrays])
     try:
         sides = [_text(side) for side in index["sides"]]
         module_names = {
             _text(side): tuple(_text(name) for name in names)
             for side, names in index["module_names"].items()
         }
-        entries = [_entry(path, row) for row in index["entries"]]
+        entries = [_entry(file, row) for row in index["entries"]]
         problems = [_text(problem) for problem in index["problems"]]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise TensorFileError(f"{path}: its index is damaged: {error!r}") from error
@@ -148,10 +147,10 @@ def _text(value: Any) -> str:
     return value
 
 
-def _entry(path: Path, row: Mapping[str, Any]) -> Entry:
+def _entry(file: TensorFile, row: Mapping[str, Any]) -> Entry:
     description = _text(row["description"])
     dtype = description.rpartition(":")[2]
-    stored = InFile(path, _text(row["member"]), dtype, description, bool(row["is_number"]))
+    stored = InFile(file, _text(row["member"]), dtype, description, bool(row["is_number"]))
     site = None
     if row["site"] is not None:
         given = dict(row["site"])

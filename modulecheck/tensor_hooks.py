@@ -243,6 +243,8 @@ class ModelHooks:
         if torch.compiler.is_compiling() or inside_autograd():
             return
         frames = self._checker.running.frames
+        if module is self.model():  # an interrupt may have left some
+            frames[:] = [frame for frame in frames if frame.hooks is not self]
         is_ours = not frames or any(frame.hooks is self for frame in frames)
         frame = _Frame(self, module, self.side, None, {})
         if is_ours:
@@ -277,8 +279,7 @@ class ModelHooks:
             place -= 1
         if place < 0:
             return
-        frame = frames[place]
-        del frames[place:]  # calls above it were left by an exception
+        frame = frames.pop(place)
         if frame.site is not None:
             self._guarded(self._add_results, frame, out)
 

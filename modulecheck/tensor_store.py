@@ -13,9 +13,10 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from numpy.lib import format as npy
 
 from modulecheck.tensor_values import Snapshot, bits_of, dtype_name, tensor_of_bits
@@ -27,13 +28,14 @@ __all__ = [
     "Scratch",
     "Spooled",
     "Stored",
+    "TensorFile",
     "TensorFileError",
     "describe",
     "holds",
-    "read_arrays",
-    "read_index",
     "write_file",
 ]
+
+Array: TypeAlias = npt.NDArray[Any]
 
 SCHEMA = "modulecheck.tensors"
 VERSION = 1
@@ -89,10 +91,10 @@ class Scratch:
 
     def add(self, snapshot: Snapshot) -> Spooled:
         """Write one."""
-        bits = np.ascontiguousarray(bits_of(snapshot.tensor))
+        bits = bits_of(snapshot.tensor)
         offset = self.num_bytes
         self._file.seek(offset)
-        self._file.write(bits.reshape(-1).view(np.uint8).data)
+        self._file.write(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
         self.num_bytes += bits.nbytes
         return Spooled(self, offset, bits.dtype, bits.shape, describe(snapshot), snapshot.is_number)
 
@@ -164,47 +166,69 @@ def write_file(path: Path, index: Mapping[str, Any], stored: Iterable[tuple[str,
         partial.unlink(missing_ok=True)
 
 
-def read_index(path: Path) -> dict[str, Any] | None:
-    """The index of a saved file; None: an `.npz` of somebody else.
+class TensorFile:
+    """A saved file, open for reading.
+
+    Attributes:
+        path: of the file.
+        index: what it says of itself; None: it is an `.npz` of somebody else.
 
     Raises:
         TensorFileError: it is no such file, or of a newer version.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._archive = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise TensorFileError(f"{path}: no file of saved tensors: {error}") from error
+        self.index = self._read_index()
+
+    def _read_index(self) -> dict[str, Any] | None:
+        archive, path = self._archive, self.path
+        try:
             if _INDEX not in archive.namelist():
                 return None
             if archive.getinfo(_INDEX).file_size > _MAX_INDEX_BYTES:
                 raise TensorFileError(f"{path}: its index is too large")
             index = json.loads(archive.read(_INDEX))
-    except (OSError, zipfile.BadZipFile, ValueError, RecursionError, NotImplementedError) as error:
-        raise TensorFileError(f"{path}: no file of saved tensors: {error}") from error
-    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
-        raise TensorFileError(f"{path}: no file of saved tensors: its index says something else")
-    if not isinstance(index.get("version"), int) or index["version"] > VERSION:
-        raise TensorFileError(f"{path}: written by a newer version of this package")
-    return index
+        except (OSError, zipfile.BadZipFile, ValueError, RecursionError) as error:
+            raise TensorFileError(f"{path}: no file of saved tensors: {error}") from error
+        if not isinstance(index, dict) or index.get("schema") != SCHEMA:
+            raise TensorFileError(f"{path}: no file of saved tensors: its index says other things")
+        if not isinstance(index.get("version"), int) or index["version"] > VERSION:
+            raise TensorFileError(f"{path}: written by a newer version of this package")
+        return index
+
+    @property
+    def arrays(self) -> list[str]:
+        """Member names, without `.npy`, of its arrays."""
+        names = self._archive.namelist()
+        return [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
+
+    def read(self, member: str) -> Array:
+        """One array; no pickle is read.
+
+        Raises:
+            TensorFileError: it is damaged, or not there.
+        """
+        try:
+            with self._archive.open(f"{member}.npy") as file:
+                found: Array = npy.read_array(file, allow_pickle=False)
+        except _DAMAGED as error:
+            raise TensorFileError(f"{self.path}: cannot read {member!r}: {error}") from error
+        return found
 
 
-def read_arrays(path: Path) -> list[str]:
-    """Member names, without `.npy`, of a file of arrays.
-
-    Raises:
-        TensorFileError: it cannot be read.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise TensorFileError(f"{path}: cannot be read: {error}") from error
-    return [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
+_DAMAGED = (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFile:
     """In a saved file, read when it is asked for."""
 
-    path: Path
+    file: TensorFile
     member: str
     dtype: str
     """Of torch; "" where the array's own says it."""
@@ -217,15 +241,16 @@ class InFile:
         Raises:
             TensorFileError: the file is not what its index says.
         """
+        bits = self.file.read(self.member)
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(f"{self.member}.npy") as file:
-                bits = npy.read_array(file, allow_pickle=False)
             tensor = tensor_of_bits(bits, self.dtype or bits.dtype.name)
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
-            raise TensorFileError(f"{self.path}: cannot read {self.member!r}: {error}") from error
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise TensorFileError(
+                f"{self.file.path}: cannot read {self.member!r}: {error}"
+            ) from error
         found = Snapshot(tensor, self.is_number)
         if self.description and describe(found) != self.description:
             raise TensorFileError(
-                f"{self.path}: {self.member!r} is {describe(found)}, its index says otherwise"
+                f"{self.file.path}: {self.member!r} is {describe(found)}, its index says otherwise"
             )
         return found

@@ -174,6 +174,7 @@ class TensorChecker:
         """Forget every tensor and the result. Hooks on models stay on, and start anew."""
         with self._lock:
             self._forget()
+            self.running.frames.clear()  # an interrupt may have left some
             self.generation += 1
             self._result = None
             alive = self.model_hooks()
