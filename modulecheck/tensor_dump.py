@@ -164,7 +164,7 @@ def load_dump(path: str | Path) -> dict[str, list[Tensor]]:
             bits = np.load(folder / item["file"], allow_pickle=False)
             tensor = tensor_of_bits(bits, item["dtype"])
             tag = str(item["tag"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise TensorFileError(f"{folder / item['file']}: cannot be read: {error}") from error
         found.setdefault(tag, []).append(tensor)
     return found

@@ -81,7 +81,8 @@ def _listed(lines: list[str]) -> list[str]:
 
 def _findings(result: TensorCheckResult, style: Style) -> list[str]:
     rows = []
-    for found in result.findings:
+    order = ("origin", "unclear", "contains", "inherited")
+    for found in sorted(result.findings, key=lambda found: order.index(found.kind)):
         name = style.text(found.module) or "<root>"
         call = f" (call {found.call})" if found.call else ""
         rows.append(f"  {found.kind:<9}  {name}{call}: {style.text(found.reason)}")

@@ -46,14 +46,14 @@ class Limits:
 
 
 LIMITS = Limits(element=192.0, rms=24.0, scale=10.0)
-"""float32, float64. Measured on every input and output of 10 models (GPT-2 and Llama with 12 layers,
-Qwen2, BERT, MiniLM with its real weights, ResNet18, MLP, a plain transformer, LSTM, GRU), float32
-beside float64: element 86, rms 10.3, scale 4.5 at most, all three in MiniLM."""
+"""float32, float64. Measured on every input and output of 10 models (GPT-2 and Llama with 12
+layers, Qwen2, BERT, MiniLM with its real weights, ResNet18, MLP, a plain transformer, LSTM, GRU),
+float32 beside float64: element 86, rms 10.3, scale 4.5 at most, all three in MiniLM."""
 LIMITS_HALF = Limits(element=32.0, rms=4.0, scale=1.0)
-"""16 and 8 bit. The same models, bfloat16 and float16 beside float32: element 15.8, rms 1.93, scale
-0.74 at most. Of faults planted in 505 outputs (GPT-2, Llama, MiniLM, ResNet18), found in float32 and
-bfloat16: x1.01, zeros, sign, shift, one element off by its rms: all; last column zero: 505, 500; one
-element off by 0.1 rms: 505, 0; an offset of 0.02 rms: 505, 41."""
+"""16 and 8 bit. The same models, bfloat16 and float16 beside float32: element 15.8, rms 1.93,
+scale 0.74 at most. Of faults planted in 505 outputs (GPT-2, Llama, MiniLM, ResNet18), found in
+float32 and bfloat16: x1.01, zeros, sign, shift, one element off by the rms: all; last column zero:
+505, 500; one element off by 0.1 rms: 505, 0; an offset of 0.02 rms: 505, 41."""
 
 
 def components(array: Array) -> Array:

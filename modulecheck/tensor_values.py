@@ -274,7 +274,7 @@ def tensor_of_bits(array: Array, dtype: str) -> Tensor:
         raise ValueError(f"no dtype {dtype[:100]!r}")
     tensor = torch.from_numpy(np.array(array, copy=True, order="C"))
     if kind == torch.complex32 and tensor.dtype == torch.float16:
-        return torch.view_as_complex(tensor)
+        return tensor.view(kind)[..., 0]
     if dtype in _FOREIGN_DTYPES and tensor.itemsize == kind.itemsize:
         return tensor.view(kind)
     if tensor.dtype != kind:

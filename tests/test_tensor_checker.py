@@ -8,8 +8,7 @@ import gc
 import json
 import time
 import weakref
-from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -252,7 +251,9 @@ def test_a_tag_is_a_string(checker, tag):
         checker.register_tensor(tag, 1)
 
 
-Pair = namedtuple("Pair", "first second")
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 @dataclasses.dataclass
