@@ -348,10 +348,7 @@ class _Originals(TorchDispatchMode):
             kernel = kernels().original(func._name)
         if kernel is None or func is self._running:
             return func(*args, **kwargs)
-        args = tuple(
-            _wrapped_number(value) if str(argument.type) == "Tensor" else value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-        )
+        args = with_number_tensors(func, args)
         earlier, self._running = self._running, func
         try:
             with self:
@@ -360,10 +357,33 @@ class _Originals(TorchDispatchMode):
             self._running = earlier
 
 
-def _wrapped_number(value: Any) -> Any:
-    """Below the dispatcher a Tensor argument has to be one; a 0-dim tensor promotes likewise."""
-    wide = {float: torch.float64, complex: torch.complex128, int: torch.int64, bool: torch.bool}
-    return torch.tensor(value, dtype=wide[type(value)]) if type(value) in wide else value
+_WIDE = {float: torch.float64, complex: torch.complex128, int: torch.int64, bool: torch.bool}
+
+
+def with_number_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Positional arguments as a kernel below the dispatcher takes them.
+
+    A number may stand there for a Tensor; as a 0-dim tensor it promotes likewise, if of a dtype
+    that is no wider than the result's where all tensors have 0 dims or hold integers.
+    """
+    like: Tensor | None = None
+    for arg in args:
+        if isinstance(arg, Tensor) and (like is None or arg.dim() > like.dim()):
+            like = arg
+    return tuple(
+        _number_tensor(value, like)
+        if type(value) in _WIDE and str(argument.type) == "Tensor"
+        else value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+    )
+
+
+def _number_tensor(value: complex, like: Tensor | None) -> Tensor:
+    promotes = like is not None and (
+        like.dim() == 0 or not (like.is_floating_point() or like.is_complex())
+    )
+    dtype = torch.result_type(like, value) if promotes else _WIDE[type(value)]  # type: ignore[arg-type]
+    return torch.tensor(value, dtype=dtype)
 
 
 @functools.cache

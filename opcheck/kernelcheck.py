@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.callers import CallerTracker
-from opcheck.calls import Call, OpTraits, traits_of
+from opcheck.calls import Call, traits_of
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, LogWriteError
 from opcheck.kernel_inputs import keep_inputs
@@ -114,8 +114,7 @@ def _stand_in(func: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(*args, **kwargs)
         original = _torch.kernels().original(traits.qualified)
         if original is not None:
-            tensors = _with_number_tensors(traits, args)
-            return _torch.call_kernel(original, tensors, kwargs)
+            return _torch.call_kernel(original, _torch.with_number_tensors(func, args), kwargs)
         formula = _torch.decomposition(func)
         return (formula or kernel)(*args, **kwargs)
 
@@ -128,22 +127,6 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     leaves = _torch.tree_leaves((args, kwargs))
     return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _with_number_tensors(traits: OpTraits, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Numbers reach a Python kernel as they are, also where the schema says Tensor."""
-    like = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    return tuple(
-        _number_tensor(value, like)
-        if param.kind == "tensor" and isinstance(value, (bool, int, float, complex))
-        else value
-        for param, value in zip(traits.params, args, strict=False)
-    )
-
-
-def _number_tensor(value: complex, like: Tensor | None) -> Tensor:
-    dtype = None if like is None else torch.result_type(like, value)
-    return torch.tensor(value, dtype=dtype)
 
 
 # ---- while checking is enabled ------------------------------------------------------------------

@@ -304,10 +304,7 @@ def copy_strided(tensor: Tensor) -> Tensor:
     if 0 in plain.stride():
         return to_host(plain.contiguous())
     copy = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device="cpu")
-    copy.copy_(plain)
-    if plain.is_conj():
-        copy = copy.conj()
-    return copy
+    return copy.copy_(plain)
 
 
 def to_host(tensor: Tensor) -> Tensor:

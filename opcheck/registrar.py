@@ -191,10 +191,12 @@ class PrecisionCheckRegister:
         with warnings.catch_warnings():
             # torch tells once a process that a kernel was overridden, which is the point here
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
-            for dispatch_key in dict.fromkeys((self.reg_key, *extra_dispatch_keys)):
-                self.lib.impl(key, checked, dispatch_key)
-        self.all_ops.append(_name(fn))
-        self.all_keys.append(key)
+            self.lib.impl(key, checked, self.reg_key)
+            self.all_ops.append(_name(fn))
+            self.all_keys.append(key)
+            for dispatch_key in extra_dispatch_keys:
+                if dispatch_key != self.reg_key:
+                    self.lib.impl(key, checked, dispatch_key)
 
     # ---- what was registered ----
 

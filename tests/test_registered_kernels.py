@@ -22,6 +22,7 @@ from tests.step_equality import capture, differences
 
 ROOT = Path(__file__).parents[1]
 X = torch.linspace(-2, 2, 6).reshape(2, 3)
+C = torch.complex(X, X.flip(1))
 NAN, INF = float("nan"), float("inf")
 
 
@@ -196,6 +197,8 @@ ARGUMENTS = {
     "no elements": ("mul.Tensor", lambda: X[:0] * X[:0]),
     "non-contiguous": ("mul.Tensor", lambda: X.t() * X.t()),
     "expanded": ("mul.Tensor", lambda: X * X[:1].expand(2, 3)),
+    "conjugated": ("mm", lambda: torch.mm(C, C.mH)),
+    "conjugated and contiguous": ("mm", lambda: torch.mm(C.t(), C.conj())),
     "0 dims": ("mul.Tensor", lambda: X[0, 0] * X[0, 1]),
 }
 

@@ -197,7 +197,6 @@ def test_dispatch_key_may_be_given():
         (("mm", None), "function"),
         (("mm", kernels.mm, 7), "7"),
         (("mm",), "function"),
-        (("mm", kernels.mm, ("NoSuchKey",)), "NoSuchKey"),
         ((7, kernels.mm), "7"),
     ],
 )
@@ -211,6 +210,12 @@ def test_bad_item_is_reported_with_its_key_and_the_others_register(item, says):
     finally:
         remove(sink)
     assert any(str(item[0]) in message and says in message for message in messages)
+
+
+def test_bad_extra_key_is_reported_and_the_first_stays():
+    with registered(("mm", kernels.mm, ("NoSuchKey",)), ("neg", kernels.neg)) as register:
+        assert register.all_keys == ["mm", "neg"]
+        assert "NoSuchKey" in register.failed["mm"]
 
 
 def opcheck_messages(messages: list[str]) -> int:
