@@ -63,6 +63,7 @@ def save_entries(
                 "description": entry.stored.description,
                 "is_number": is_number,
                 "precision": entry.precision,
+                "device": entry.device,
                 "site": None if entry.site is None else dataclasses.asdict(entry.site),
             }
         )
@@ -169,4 +170,5 @@ def _entry(file: TensorFile, row: Mapping[str, Any]) -> Entry:
         stored,
         site,
         None if row["precision"] is None else _text(row["precision"]),
+        _text(row.get("device", "cpu")),
     )

@@ -44,6 +44,8 @@ class Entry:
     site: Site | None = None
     precision: str | None = None
     """Coarsest floating dtype that its side has shown so far."""
+    device: str = "cpu"
+    """Where it came from; it is compared on the CPU."""
 
     @property
     def place(self) -> tuple[str, str] | None:

@@ -44,7 +44,7 @@ def judge_group(
         tag=group.tag,
         verdict=verdict,
         reason=reason,
-        notes=found.notes,
+        notes=(*found.notes, *_devices(group)),
         metrics=found.metrics,
         num_tensors=len(entries),
         sides=tuple(group.names),
@@ -65,6 +65,11 @@ def judge_group(
         atol=criterion.atol,
         word=criterion.word,
     )
+
+
+def _devices(group: Group) -> list[str]:
+    devices = dict.fromkeys(entry.device for entry in group.entries)
+    return [f"devices {', '.join(devices)}; compared on the CPU"] if len(devices) > 1 else []
 
 
 def _alone(group: Group) -> str:

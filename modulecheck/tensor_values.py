@@ -58,6 +58,8 @@ class Snapshot:
     """Detached, on the CPU, strided, in memory of its own."""
     is_number: bool = False
     """It was a Python number: it has a value and a kind, but no dtype of its own."""
+    device: str = "cpu"
+    """Where it came from."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -164,7 +166,8 @@ def snapshot(tag: str, value: Any) -> Snapshot:
         raise ArgumentTypeError(
             f"tag {_shown(tag)}: got {_type_name(value)}{detail}, expected {_EXPECTED}"
         )
-    return Snapshot(tensor)
+    device = str(value.device) if isinstance(value, Tensor) else "cpu"
+    return Snapshot(tensor, device=device)
 
 
 def _from_number(tag: str, value: complex) -> Tensor:
@@ -273,13 +276,18 @@ def tensor_of_bits(array: Array, dtype: str) -> Tensor:
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"no dtype {dtype[:100]!r}")
     tensor = torch.from_numpy(np.array(array, copy=True, order="C"))
-    if kind == torch.complex32 and tensor.dtype == torch.float16:
-        return tensor.view(kind)[..., 0]
+    if kind == torch.complex32 and tensor.dtype == torch.float16 and array.shape[-1:] == (2,):
+        shape = array.shape[:-1]
+        return tensor.reshape(-1, 2).view(kind).reshape(shape) if array.size else _none(shape, kind)
     if dtype in _FOREIGN_DTYPES and tensor.itemsize == kind.itemsize:
         return tensor.view(kind)
     if tensor.dtype != kind:
         raise ValueError(f"an array of {array.dtype} is no tensor of {dtype}")
     return tensor
+
+
+def _none(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def values_of(tensor: Tensor) -> Array:

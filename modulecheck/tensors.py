@@ -144,6 +144,7 @@ class TensorChecker:
                 self._store(snapshot, (tag, number if side is not None else 0, place)),
                 site,
                 self._precision(side, snapshot),
+                snapshot.device,
             )
             self._entries.append(entry)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import json
 import time
 import weakref
@@ -23,6 +24,7 @@ from modulecheck import (
     module_register_tensor_checker,
 )
 from modulecheck.cli import main
+from modulecheck.tensor_values import Snapshot
 from opcheck import ArgumentError, ArgumentTypeError, Verdict
 
 
@@ -485,6 +487,13 @@ def test_a_shape_that_differs_is_named(checker):
     assert "shape (1, 2) against (2,)" in record.reason
 
 
+def test_a_device_that_differs_is_a_note(checker):
+    checker.add("t", Snapshot(torch.ones(2), device="cuda:0"), side="a")
+    checker.add("t", Snapshot(torch.ones(2)), side="b")
+    assert checker.check_equal()
+    assert checker.result.records[0].notes == ("devices cuda:0, cpu; compared on the CPU",)
+
+
 def test_strides_do_not_matter(checker):
     assert compared(checker, torch.eye(3), torch.eye(3).t()).verdict is Verdict.PASS
 
@@ -825,6 +834,38 @@ def test_wrapper_names_are_stripped(checker):
     checker.check_equal()
     assert checker.result.name_mismatches == ()
     assert checker.result.find("checker_<root>").verdict is Verdict.PASS
+
+
+def test_a_tensor_registered_in_compiled_code_is_registered_each_time(checker):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        checker.register_tensor("y", y)
+        return y.sin()
+
+    compiled = torch.compile(function, backend="eager")  # the graph is broken there
+    for call in (function, compiled, compiled):
+        call(torch.ones(3))
+    assert checker.check_equal()
+    assert checker.result.find("y").num_tensors == 3
+
+
+def test_documented_signatures_are_pinned():
+    def defaults(function: Any) -> dict[str, Any]:
+        given = inspect.signature(function).parameters.values()
+        return {item.name: item.default for item in given if item.name != "self"}
+
+    empty = inspect.Parameter.empty
+    assert list(defaults(TensorChecker.register_tensor))[:2] == ["tag", "tensor"]
+    close = defaults(TensorChecker.check_allclose)
+    assert list(close)[:3] == ["rtol", "atol", "equal_nan"]
+    assert (close["rtol"], close["atol"], close["equal_nan"]) == (1e-5, 1e-8, False)
+    for method in (TensorChecker.check_equal, TensorChecker.check_allclose):
+        assert defaults(method)["dump_mode"] is modulecheck.DumpMode.NOT
+        assert "dump_path" in defaults(method)
+    assert defaults(TensorChecker.clear) == {}
+    hooks = defaults(module_register_tensor_checker)
+    assert list(hooks)[:2] == ["modules", "checker"]
+    assert [name for name, value in hooks.items() if value is empty] == ["modules", "checker"]
 
 
 # ---- names that do not match --------------------------------------------------------------------
