@@ -293,7 +293,12 @@ class ModelHooks:
     # ---- what is registered ----
 
     def _add(self, tag: str, value: Any, site: Site) -> None:
-        for leaf_tag, snapshot in leaves(tag, value, on_unknown=self._checker.note_unknown):
+        is_output = site.role == "output"
+
+        def on_unknown(leaf_tag: str, kind: str) -> None:
+            self._checker.note_unknown(leaf_tag, kind, is_output=is_output)
+
+        for leaf_tag, snapshot in leaves(tag, value, on_unknown=on_unknown, objects=is_output):
             self._checker.add(
                 leaf_tag, snapshot, side=self.side, site=site, exclude=self._options.exclude
             )

@@ -122,6 +122,8 @@ class TensorCheckResult:
     """(tag, type) of what modules took or gave and holds no numbers."""
     excluded: int = 0
     """Tensors left out by `exclude=`."""
+    not_run: tuple[str, ...] = ()
+    """Modules of the reference that ran on no side: only their parameters were compared."""
     criterion: str = "equal"
     rtol: float = 0.0
     atol: float = 0.0
@@ -174,20 +176,28 @@ class TensorCheckResult:
 
 
 def overall(
-    records: Sequence[TensorRecord], *, mismatches: int, problems: int, word: str
+    records: Sequence[TensorRecord], *, crashes: int, gaps: Sequence[str], word: str
 ) -> tuple[Verdict, str]:
-    """The verdict of a whole check and, unless it is PASS, the reason in one sentence."""
+    """The verdict of a whole check and, unless it is PASS, the reason in one sentence.
+
+    Args:
+        records: of all tags.
+        crashes: of the checker itself.
+        gaps: what else was not looked at.
+        word: "equal" or "close".
+    """
     failed = sum(record.verdict is Verdict.FAIL for record in records)
     alone = sum(record.verdict is Verdict.INCONCLUSIVE for record in records)
     compared = len(records) - alone
     if failed:
         return Verdict.FAIL, f"{failed} of {compared} compared tags are not {word}"
-    if problems:
-        return Verdict.INCONCLUSIVE, f"the checker itself crashed {problems} times"
+    if crashes:
+        return Verdict.INCONCLUSIVE, f"the checker itself crashed {crashes} times"
     if not records:
         return Verdict.INCONCLUSIVE, "nothing was registered"
-    if mismatches:
-        return Verdict.INCONCLUSIVE, f"{mismatches} module names have no counterpart"
+    if gaps:
+        more = f", and {len(gaps) - 1} reasons more" if len(gaps) > 1 else ""
+        return Verdict.INCONCLUSIVE, gaps[0] + more
     if alone:
         return Verdict.INCONCLUSIVE, f"{alone} of {len(records)} tags have no counterpart"
     if not any(record.num_elements for record in records):

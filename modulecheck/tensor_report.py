@@ -59,6 +59,8 @@ def report_lines(result: TensorCheckResult, *, width: int | None = None) -> list
     )
     if result.excluded:
         lines.append(f"  {result.excluded:,} tensors left out by exclude=")
+    if result.not_run:
+        lines.append(f"  {len(result.not_run):,} modules did not run on any side")
     first = result.first_divergence
     if first is not None:
         lines += ["", "first divergence", *record_lines(first, style)]

@@ -71,7 +71,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def leaves(
-    tag: str, value: Any, *, on_unknown: OnUnknown | None = None
+    tag: str, value: Any, *, on_unknown: OnUnknown | None = None, objects: bool = False
 ) -> Iterator[tuple[str, Snapshot]]:
     """One snapshot per leaf, with its tag: `tag` itself, `tag_0`, `tag_name`, `tag_0_name`.
 
@@ -81,13 +81,15 @@ def leaves(
         tag: of the whole.
         value: what to look into.
         on_unknown: told tag and type of what holds no numbers; without it that is an error.
+        objects: look for tensors in the attributes of other objects too (a cache of keys and
+            values, an output class of somebody's own).
 
     Raises:
         ArgumentTypeError: a leaf is of a type that holds no numbers; names tag and type.
         ArgumentError: a leaf has no values (meta, fake), or a list contains itself.
     """
     taken: set[str] = set()
-    for name, leaf in _walk(tag, value, ()):
+    for name, leaf in _walk(tag, value, (), objects=objects):
         free, number = name, 1
         while free in taken:  # {"a": {"b": x}, "a_b": y}
             number += 1
@@ -103,8 +105,15 @@ def leaves(
         yield free, found
 
 
-def _walk(tag: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+def _walk(
+    tag: str, value: Any, above: tuple[int, ...], *, objects: bool
+) -> Iterator[tuple[str, Any]]:
     parts = _parts(value)
+    if parts is None and objects:
+        found = list(_attributes(tag, value, ()))
+        if found:
+            yield from found
+            return
     if parts is None:
         yield tag, value
         return
@@ -112,7 +121,22 @@ def _walk(tag: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, A
         raise ArgumentError(f"tag {_shown(tag)}: a {_type_name(value)} contains itself")
     for key, item in parts:
         if item is not None:
-            yield from _walk(f"{tag}_{key}", item, (*above, id(value)))
+            yield from _walk(f"{tag}_{key}", item, (*above, id(value)), objects=objects)
+
+
+def _attributes(tag: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """Tensors and arrays in the attributes of an object, and below."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        if above:
+            yield tag, value
+        return
+    if isinstance(value, (type, torch.nn.Module)) or callable(value) or id(value) in above:
+        return
+    parts = _parts(value)
+    if parts is None:
+        parts = list(getattr(value, "__dict__", {}).items())
+    for key, item in parts:
+        yield from _attributes(f"{tag}_{key}", item, (*above, id(value)))
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:

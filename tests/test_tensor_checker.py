@@ -26,6 +26,7 @@ from modulecheck import (
 from modulecheck.cli import main
 from modulecheck.tensor_values import Snapshot
 from opcheck import ArgumentError, ArgumentTypeError, Verdict
+from tests import models
 
 
 @pytest.fixture
@@ -788,6 +789,78 @@ def test_a_model_that_did_not_run_is_no_pass(checker):
         first(batch())
     assert checker.check_equal() is False
     assert checker.result.verdict is Verdict.INCONCLUSIVE
+
+
+def test_models_that_did_not_run_are_no_pass_of_other_tags(checker):
+    with module_register_tensor_checker([net(), net()], checker) as handle:
+        checker.register_tensor("t", 1.0)
+        checker.register_tensor("t", 1.0)
+        checker.check_equal()
+    del handle
+    assert checker.result.verdict is Verdict.INCONCLUSIVE
+    assert checker.result.reason.startswith("model 1 is registered and did not run")
+
+
+def test_modules_that_did_not_run_are_named(checker):
+    class Partial(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv_in(x)
+
+    run_both(checker, Partial(1), first := Partial(1))
+    del first
+    checker.check_equal()
+    assert "conv_out" in checker.result.not_run
+    assert "blocks.0.norm" in checker.result.not_run
+    assert "modules did not run on any side" in checker.result.report()
+
+
+class Opaque:
+    """No mapping, no dataclass."""
+
+    def __init__(self, value: torch.Tensor | None) -> None:
+        self.value = [{"deep": value}]
+        self.me = self
+
+
+class GivesOpaque(nn.Module):
+    def __init__(self, factor: float | None) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, str]:
+        return Opaque(None if self.factor is None else x * self.factor), "text"
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (2.0, False)])
+def test_tensors_in_an_object_of_another_class_are_compared(checker, factor, passes):
+    run_both(checker, GivesOpaque(1.0), GivesOpaque(factor))
+    assert checker.check_equal() is passes
+    assert checker.result.records[-1].tag == "checker_<root>_0_value_0_deep"
+
+
+def test_an_output_in_which_nothing_is_seen_is_no_pass(checker):
+    run_both(checker, GivesOpaque(None), GivesOpaque(None))
+    assert not checker.check_equal()
+    assert checker.result.verdict is Verdict.INCONCLUSIVE
+    assert "checker_<root>_0 holds nothing that can be compared" in checker.result.reason
+
+
+def test_a_cache_of_keys_and_values_in_an_output_is_compared(checker):
+    first, second = (models.llama().model.eval() for _ in range(2))
+    with torch.no_grad():
+        second.model.layers[1].self_attn.v_proj.weight[0, 0] += 1
+    ids = models.llama().batch[0]
+    with module_register_tensor_checker([first, second], checker), torch.no_grad():
+        first(ids, use_cache=True)
+        second(ids, use_cache=True)
+    checker.check_equal()
+    kv = [
+        record
+        for record in checker.result.records
+        if record.tag.startswith("checker_<root>_") and record.tag.endswith(("_keys", "_values"))
+    ]
+    assert len(kv) == 4
+    assert [record.verdict for record in kv].count(Verdict.FAIL) == 1
 
 
 def test_hooks_start_anew_after_clear(checker):
