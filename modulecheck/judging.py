@@ -115,7 +115,7 @@ def documented(eager: Array, compiled: Array, *, atol: float, rtol: float) -> Do
     NaN beside NaN and equal infinities count as equal; a NaN or Inf on one side makes the numbers
     NaN or Inf, as they should be.
     """
-    if not eager.size:
+    if not eager.size or np.array_equal(eager, compiled):
         return Documented()
     wide = np.complex128 if "c" in (eager.dtype.kind, compiled.dtype.kind) else np.float64
     with np.errstate(all="ignore"):

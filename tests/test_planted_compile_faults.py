@@ -1,0 +1,34 @@
+"""Every fault of the matrix is found in exactly its block; every clean case is clean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks import bench_compile
+from tests.compiled import DYNAMO_WARNS
+
+pytestmark = [pytest.mark.slow, DYNAMO_WARNS]
+
+CASES = {case.name: case for case in bench_compile.cases()}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def test_matrix_has_enough_of_both() -> None:
+    planted = [case for case in CASES.values() if case.fault]
+    assert len(planted) >= 22
+    assert len(CASES) - len(planted) >= 13
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    case = CASES[name]
+    score, about = bench_compile.detect("own", case)
+    assert score == ("found" if case.fault else "clean"), about
