@@ -56,14 +56,16 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 SCALARS_IN_FLOAT32 = frozenset(
     {
         "mul", "div", "lerp", "addcmul", "addcdiv", "leaky_relu", "leaky_relu_backward", "elu",
-        "elu_backward", "celu", "softplus", "softplus_backward", "softshrink", "xlogy",
+        "elu_backward", "celu", "softplus", "softplus_backward", "softshrink",
         "threshold", "threshold_backward", "hardtanh_backward",
+        # the exponent of a norm
+        "norm", "linalg_vector_norm", "renorm",
     }
 )  # fmt: skip
 """In 16 bit these take Python numbers in float32; all others round them to the dtype first.
 Measured with 0.3 on 20,000 elements in bf16: `lerp` is within 0.50 spacings of the one and 196 of
 the other golden, `remainder` within 0.50 and 9115 the other way round; `add`, `sub` and `rsub`
-round (0.50 against 56)."""
+round (0.50 against 56). Every pointwise overload with numbers was tried with 0.3 and 0.7."""
 
 KEPT_DTYPE: Mapping[str, frozenset[str]] = MappingProxyType(
     {

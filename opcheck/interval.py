@@ -103,7 +103,9 @@ class _Ranking:
         typical = _typical(golden, part.scan.expected_rms)
         base = spacing + tol.compute_eps(rule.dtype) * typical
         error = actual - golden
-        yardstick = tol.ROUNDING_RMS * tol.EPS[rule.dtype] * typical
+        # among subnormals rounding errs by their spacing, whatever the size: fp16 gradients
+        smallest = tol.SMALLEST_NORMAL[rule.dtype]
+        yardstick = tol.ROUNDING_RMS * tol.EPS[rule.dtype] * max(typical, smallest)
         if rule.extra is not None:
             extra = components(rule.extra, part.pair, part.keep)
             base += extra

@@ -70,7 +70,8 @@ class Setting:
         sensitivity = sensitivity.maximum(0.25 * local(sensitivity, self.steps))
         nonzero = golden[golden != 0].abs()
         self.typical = min(rms(golden), 1e3 * float(nonzero.median())) if len(nonzero) else 0.0
-        self.rounding = 0.25 * info.eps * self.typical
+        # among subnormals correct rounding errs by their spacing, however small the numbers
+        self.rounding = 0.25 * info.eps * max(self.typical, info.smallest_normal)
         self.allowance = self.steps + (0.25 if half else 1.0) * sensitivity
         self.allowance = self.allowance + ec(dtype) * self.typical
 

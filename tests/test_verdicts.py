@@ -583,3 +583,16 @@ def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def test_correctly_rounded_subnormals_pass() -> None:
+    golden = np.random.default_rng(0).standard_normal(1000) * 2.0**-21
+    actual = golden.astype(np.float16)
+    rule = Rule(dtype="float16")
+    tenfold = judge_golden((actual * np.float16(10)), golden, perturbed=None, rule=rule)
+    # not by the quick test alone: one element is a spacing further off
+    actual[0] += np.float16(3 * 2.0**-24)
+    outcome = judge_golden(actual, golden, perturbed=None, rule=rule)
+    assert outcome.passed
+    assert outcome.stage == "golden"
+    assert not tenfold.passed
