@@ -22,6 +22,7 @@ __all__ = [
     "inlined",
     "inside_autograd",
     "is_compiled_wrapper",
+    "lacks_cpp_compiler",
     "load_backend",
     "next_sequence_nr",
     "no_modes",
@@ -53,6 +54,17 @@ def inside_autograd() -> bool:
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Run `function` when the backward that is running ends, before the caller goes on."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def lacks_cpp_compiler() -> bool:
+    """True when inductor would not find the compiler that its CPU code needs."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return True
+    return False
 
 
 def load_backend(backend: Any) -> Callable[..., Any]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 
+from modulecheck import _torch
 from modulecheck import report as _report
 from modulecheck.judging import Rule
 from modulecheck.results import CompareResult
@@ -58,7 +60,7 @@ class PrecisionChecker:
             backend: of `torch.compile`, a name or a callable.
             threshold: the absolute tolerance of the documented criterion; another one than 1e-4
                 makes that criterion judge.
-            dump_graphs: write the captured graphs to `graph_dir`.
+            dump_graphs: write the captured graphs to `graph_dir`; not available yet, and said so.
             graph_dir: where to.
             cast_dtype: run the wrapped modules under `torch.autocast` of this dtype.
             capture_input: False: leave the inputs out of the report.
@@ -120,7 +122,8 @@ class PrecisionChecker:
         """Replace the wrapped modules with compiled versions, in place.
 
         Raises:
-            RuntimeError: single_pass is False, or it is installed already.
+            RuntimeError: single_pass is False, it is installed already, or inductor lacks a C++
+                compiler.
             ArgumentError: a wrapped module is no part of the model.
         """
         if not self.single_pass:
@@ -135,6 +138,7 @@ class PrecisionChecker:
             )
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
+        self._check_backend(model)
         rule = Rule(criterion=self.criterion, atol=self.threshold, rtol=self.rtol)
         settings = Settings(
             backend=self.backend, rule=rule, cast_dtype=self.cast_dtype,
@@ -144,6 +148,17 @@ class PrecisionChecker:
         self._loss = None
         self._run.install()
         self._is_installed = True
+
+    def _check_backend(self, model: nn.Module) -> None:
+        """Say now what would otherwise be an error in the middle of the step, or not be said."""
+        if self.dump_graphs:
+            logger.warning("dump_graphs: not available yet, no graph is written to graph_dir")
+        on_cpu = any(item.device.type == "cpu" for item in model.parameters())
+        if self.backend == "inductor" and on_cpu and _torch.lacks_cpp_compiler():
+            raise RuntimeError(
+                "backend='inductor' needs a C++ compiler for a model on the CPU and finds none:"
+                " install g++ or clang++, or choose backend='aot_eager'"
+            )
 
     @contextlib.contextmanager
     def installed(self, model: nn.Module) -> Iterator[PrecisionChecker]:
