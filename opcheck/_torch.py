@@ -417,7 +417,10 @@ def tags_of(func: Any) -> frozenset[str]:
 
 def is_composite(func: Any) -> bool:
     """True for an op made of others, such as `dropout`, which may give its argument back."""
-    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+    try:
+        return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+    except RuntimeError:  # TorchScript's own ops (`prim::device`) are not the dispatcher's
+        return False
 
 
 # ---- hooks --------------------------------------------------------------------------------------
