@@ -138,3 +138,10 @@ def test_a_module_that_writes_to_foreign_memory_is_not_run_again(tmp_path):
     assert session.verdict is Verdict.PASS
     notes = [note for record in session.records for note in record.notes]
     assert any("cannot be run again" in note and "aten.add_.Tensor" in note for note in notes)
+
+
+def test_ops_that_the_dispatcher_does_not_know_have_traits():
+    """A fake tensor asked for its device dispatches `prim::device`, which only TorchScript has."""
+    from opcheck.calls import traits_of
+
+    assert traits_of(torch.ops.prim.device.default).name == "prim.device.default"
