@@ -648,3 +648,23 @@ def test_review_prints_what_the_session_reports(tmp_path):
     report, review = (text.partition("\nnext\n")[0] for text in (session.report(), done.stdout))
     before, _, rest = review.partition("by op\n")  # the one table that review has beside it
     assert report == before + rest[rest.index("coverage\n") :]
+
+
+@pytest.mark.parametrize(
+    ("make_wrong", "says"),
+    [
+        (lambda original: lambda x: original(x).t().contiguous().t(), "strides (1, 4)"),
+        (lambda original: lambda x: original(x).copysign(torch.tensor(-1.0)), "12 zeros"),
+        (lambda original: lambda x: original(x), ""),
+    ],
+    ids=["strides", "sign_of_zero", "equal"],
+)
+def test_strides_and_the_sign_of_zero_are_notes_and_no_fault(make_wrong, says, tmp_path):
+    x = torch.zeros(4, 3)
+    with planted("aten.sin.default", make_wrong):
+        with opcheck.check(log_dir=tmp_path, quiet=True, include="sin") as session:
+            torch.sin(x)
+    assert session.verdict is Verdict.PASS
+    (record,) = session.records
+    assert bool(record.notes) == bool(says)
+    assert says in " ".join(record.notes)
