@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from opcheck.commandline import run_command
 from opcheck.errors import OpcheckError
-from opcheck.printing import style_for
 from opcheck.records import EXIT_STATUS
 
 __all__ = ["main"]
 
-EXIT_USAGE = 2
 _STATUS_HELP = "Exit status: 0 PASS, 1 FAIL, 2 usage or unreadable file, 3 INCONCLUSIVE."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
-    try:
-        chosen = _parser().parse_args(argv)
-    except SystemExit as leave:  # argparse has printed help or usage
-        return leave.code if isinstance(leave.code, int) else EXIT_USAGE
-    command: Callable[[argparse.Namespace], int] = chosen.command
-    try:
-        status = command(chosen)
-        sys.stdout.flush()
-    except (OpcheckError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # `modulecheck tensors A B | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        print(f"modulecheck: {style_for(sys.stderr).text(error, 2000)}", file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        return 130
-    return status
+    return run_command(_parser(), argv, errors=(OpcheckError, OSError))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -120,10 +120,6 @@ class Snapshot:
         """True when a parameter was written since."""
         return self.parameter_versions != _versions(module)
 
-    def uses_autocast(self) -> bool:
-        """Some computation of the call may have been cast down."""
-        return self.cast_dtype is not None or any(item.enabled for item in self.autocast)
-
 
 def _versions(module: nn.Module) -> dict[str, int]:
     return {

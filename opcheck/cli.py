@@ -5,47 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from opcheck.errors import ArgumentError, ArgumentTypeError, OpcheckError
+from opcheck.commandline import EXIT_USAGE, run_command
 from opcheck.logfile import Progress
 from opcheck.printing import Style, style_for
 from opcheck.records import EXIT_STATUS, PHASES
 
 __all__ = ["main"]
 
-EXIT_USAGE = 2
 _STATUS_HELP = "Exit status: 0 PASS, 1 FAIL, 2 usage or unreadable log, 3 INCONCLUSIVE."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
-    try:
-        chosen = _parser().parse_args(argv)
-    except SystemExit as leave:  # argparse has printed help or usage
-        return leave.code if isinstance(leave.code, int) else EXIT_USAGE
-    command: Callable[[argparse.Namespace], int] = chosen.command
-    try:
-        status = command(chosen)
-        sys.stdout.flush()
-    except (OpcheckError, ArgumentError, ArgumentTypeError) as error:
-        print(f"opcheck: {style_for(sys.stderr).text(error, 2000)}", file=sys.stderr)
-        return EXIT_USAGE
-    except BrokenPipeError:  # `opcheck review LOG | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
-    return status
+    return run_command(_parser(), argv)
 
 
 # ---- commands -----------------------------------------------------------------------------------

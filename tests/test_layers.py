@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "opcheck": (
         {"errors", "globs", "records", "tolerances", "printing", "version"},
-        {"_torch", "arrays", "settings", "textline", "groups"},
+        {"_torch", "arrays", "commandline", "settings", "textline", "groups"},
         {"allowances", "calls", "environment", "logfile", "sinks"},
         {"golden_rules", "ledger", "modules", "policy", "rules", "scan", "switch"},
         {"callers", "golden", "intercept", "logrecords", "measures", "references"},
