@@ -15,8 +15,9 @@ from modulecheck import _torch, trees
 from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.hooks import RegionGradients
 from modulecheck.judging import Compared, Documented, Rule, compare, documented, quick
-from modulecheck.replay import Replayed, Snapshot, arguments, undefined_casts
+from modulecheck.replay import Replayed, Snapshot, arguments
 from modulecheck.results import ModuleDiff, TensorDiff
+from modulecheck.watching import undefined_casts
 from opcheck import tolerances as tol
 from opcheck.records import Verdict
 from opcheck.verdicts import rms

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import trees
-from modulecheck.judging import KINK_DRAWS, References
+from modulecheck.compared import References
+from modulecheck.module_rule import KINK_DRAWS
 from modulecheck.replay import Replayed, Snapshot, replay, same_dtype, widened
 from opcheck import tolerances as tol
 from opcheck.references import host_array

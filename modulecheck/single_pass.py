@@ -20,9 +20,10 @@ from modulecheck import _torch
 from modulecheck.comparing import ModuleCall
 from modulecheck.hooks import Boundary, RegionGradients, counted
 from modulecheck.judging import Rule
-from modulecheck.replay import Replayed, Snapshot, num_ops, replay
+from modulecheck.replay import Replayed, Snapshot, replay
 from modulecheck.results import ModuleDiff
 from modulecheck.selection import Plan
+from modulecheck.watching import num_ops
 from opcheck.records import Verdict
 
 __all__ = ["Settings", "SinglePass"]

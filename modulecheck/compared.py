@@ -1,0 +1,159 @@
+"""What is known of one tensor of a module, and what eager and compiled alone can settle.
+
+All values are NumPy arrays; nothing here runs a module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from opcheck import tolerances as tol
+from opcheck.records import Metrics, Verdict
+from opcheck.verdicts import Rule as OpRule
+from opcheck.verdicts import judge_allclose, judge_exact, rms, spacing_of
+
+__all__ = [
+    "Array", "Compared", "Documented", "References", "Rule", "classes_of", "documented", "flat",
+    "quick",
+]  # fmt: skip
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which criterion judges."""
+
+    criterion: str
+    """"calibrated" or "allclose"."""
+    atol: float
+    rtol: float
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """The documented numbers: of eager `a` and compiled `b`."""
+
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    max_rel: float = 0.0
+    allclose: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """What may be asked for, each computed when it is."""
+
+    golden: Callable[[], Array | None]
+    """The tensor in float64; None: there is none."""
+    moved: Callable[[int], Array | None]
+    """The k-th golden with inputs and parameters moved by one ulp; the same-dtype module moved
+    likewise where there is no golden."""
+    across_kinks: Callable[[int], Array | None] | None = None
+    """The k-th golden moved by the size of the forward's own error; for gradients whose forward
+    passed."""
+    noise_floor: float = 0.0
+    """Gradients whose rms is below are zero in exact arithmetic, as far as anybody can tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One tensor, judged."""
+
+    verdict: Verdict
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    documented: Documented = field(default_factory=Documented)
+    metrics: Metrics = field(default_factory=Metrics)
+    settled: bool = True
+    """False: a quick look does not settle it, and the references were not asked."""
+
+
+def documented(eager: Array, compiled: Array, *, atol: float, rtol: float) -> Documented:
+    """max_abs, mean_abs, max_rel and `torch.allclose(eager, compiled)`, in float64 or complex128.
+
+    NaN beside NaN and equal infinities count as equal; a NaN or Inf on one side makes the numbers
+    NaN or Inf, as they should be.
+    """
+    if not eager.size or np.array_equal(eager, compiled):
+        return Documented()
+    wide = np.complex128 if "c" in (eager.dtype.kind, compiled.dtype.kind) else np.float64
+    with np.errstate(all="ignore"):
+        a, b = eager.astype(wide, copy=False), compiled.astype(wide, copy=False)
+        alike = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.where(alike, 0.0, np.abs(a - b))
+        within = alike | (error <= atol + rtol * np.abs(b))
+        # |Inf| on the compiled side makes its own tolerance infinite
+        within &= alike | np.isfinite(b)
+        relative = np.where(alike, 0.0, error / (np.abs(a) + tol.MAX_REL_FLOOR))
+        return Documented(
+            float(error.max()), float(error.mean()), float(relative.max()), bool(within.all())
+        )
+
+
+def quick(actual: Array, eager: Array, dtype: str, rule: Rule) -> Compared:
+    """What two sides alone can settle: equal bits, exact dtypes, errors of a few spacings."""
+    numbers = documented(eager, actual, atol=rule.atol, rtol=rule.rtol)
+    if not actual.size:
+        return Compared(verdict=Verdict.PASS, documented=numbers, notes=("empty",))
+    if actual.dtype.kind in "iub":
+        outcome = judge_exact(actual, eager)
+        if not outcome.passed:  # float64 does not hold every int64
+            exact = outcome.metrics
+            numbers = Documented(exact.max_abs, exact.mean_abs, exact.max_rel, numbers.allclose)
+        return Compared(
+            verdict=Verdict.PASS if outcome.passed else Verdict.FAIL,
+            reason=outcome.reason,
+            documented=numbers,
+            metrics=outcome.metrics,
+        )
+    size = Metrics(num_elements=actual.size, max_abs=numbers.max_abs, allclose=numbers.allclose)
+    if rule.criterion == "allclose":
+        outcome = judge_allclose(
+            eager, actual, rule=OpRule(dtype=dtype, atol=rule.atol, rtol=rule.rtol)
+        )
+        return Compared(
+            verdict=Verdict.PASS if numbers.allclose else Verdict.FAIL,
+            reason="" if numbers.allclose else f"eager's {outcome.reason}",
+            documented=numbers,
+            metrics=outcome.metrics,
+        )
+    settled = numbers.max_abs == 0.0 or _is_close(flat(actual), flat(eager), dtype)
+    return Compared(verdict=Verdict.PASS, documented=numbers, metrics=size, settled=settled)
+
+
+def _is_close(actual: Array, eager: Array, dtype: str) -> bool:
+    with np.errstate(all="ignore"):
+        if not np.array_equal(classes_of(actual), classes_of(eager)):
+            return False
+        keep = np.isfinite(eager)
+        y, c = actual[keep].astype(np.float64), eager[keep].astype(np.float64)
+        if not y.size:
+            return True
+        ratio = (y - c) / (spacing_of(c, dtype) + tol.compute_eps(dtype) * rms(c))
+        if dtype not in tol.HALF_DTYPES:
+            return float(np.abs(ratio).max()) <= tol.QUICK_LIMIT
+        shift = abs(float(np.mean(ratio * np.sign(c))))
+        small = float(np.abs(ratio).max()) <= tol.QUICK_LIMIT_HALF
+        return small and (y.size < tol.MIN_ELEMENTS or shift <= tol.QUICK_SHIFT_HALF)
+
+
+def flat(values: Array) -> Array:
+    """One axis; complex values as real and imaginary part in turn."""
+    if values.dtype.kind == "c":
+        return np.ascontiguousarray(values).reshape(-1).view(values.real.dtype)
+    return values.reshape(-1)
+
+
+def classes_of(values: Array, overflow: float = math.inf) -> Array:
+    """0 finite, 1 NaN, 2 +Inf, 3 -Inf; magnitudes from `overflow` on are infinite."""
+    codes = np.isnan(values).astype(np.int8)
+    codes += np.int8(2) * (values >= overflow)
+    codes += np.int8(3) * (values <= -overflow)
+    return codes

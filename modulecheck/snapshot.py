@@ -1,0 +1,153 @@
+"""What one call of a module got, copied before the module ran."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modulecheck import trees
+
+__all__ = ["RandomState", "Snapshot", "arguments", "copied_together"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Of every generator that a module may draw from."""
+
+    torch_cpu: Tensor
+    devices: list[Tensor]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """As it is."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if cuda else [],
+            random.getstate(),
+            np.random.get_state(),  # noqa: NPY002 - the global one is what a module may use
+        )
+
+    def restore(self) -> None:
+        """Put it back."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.devices:
+            torch.cuda.set_rng_state_all(self.devices)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+
+
+@dataclass(frozen=True, slots=True)
+class _Autocast:
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+def _autocast_now() -> list[_Autocast]:
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [
+        _Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in devices
+    ]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything that decides what a call computes, copied before the compiled module ran."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wants_grad: dict[int, bool]
+    """By id of each copied input."""
+    buffers: dict[str, Tensor]
+    parameter_versions: dict[str, int]
+    random: RandomState
+    autocast: list[_Autocast]
+    grad_enabled: bool
+    inference: bool
+    cast_dtype: torch.dtype | None = None
+
+    @classmethod
+    def take(
+        cls, module: nn.Module, args: Any, kwargs: Any, *, cast_dtype: torch.dtype | None
+    ) -> Snapshot:
+        """Copy what the call is about to get.
+
+        Raises:
+            Whatever copying an input raises.
+        """
+        originals = trees.tensors((args, kwargs))
+        copies = dict(zip(map(id, originals), copied_together(originals), strict=True))
+        args, kwargs = trees.rebuilt((args, kwargs), lambda tensor: copies[id(tensor)])
+        return cls(
+            args=args,
+            kwargs=kwargs,
+            wants_grad={id(copies[id(item)]): item.requires_grad for item in originals},
+            buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+            parameter_versions=_versions(module),
+            random=RandomState.now(),
+            autocast=_autocast_now(),
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            cast_dtype=cast_dtype,
+        )
+
+    def parameters_moved(self, module: nn.Module) -> bool:
+        """True when a parameter was written since."""
+        return self.parameter_versions != _versions(module)
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    return {
+        name: -1 if parameter.is_inference() else parameter._version
+        for name, parameter in module.named_parameters()
+    }
+
+
+def copied_together(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies with the same strides, which share memory where the originals do."""
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(_storage(tensor), []).append(tensor)
+    storages: dict[int, Any] = {}
+    copies = []
+    for tensor in tensors:
+        key = _storage(tensor)
+        if len(groups[key]) == 1 and _is_dense(tensor):
+            copies.append(tensor.detach().clone())
+            continue
+        if key not in storages:
+            storages[key] = tensor.detach().untyped_storage().clone()
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        plain.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        copies.append(plain)
+    return copies
+
+
+def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return -id(tensor)
+    try:
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
+    except RuntimeError:  # a wrapper subclass has no storage of its own
+        return -id(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """A clone keeps its strides, or there is no other way to copy it."""
+    if _storage(tensor) < 0 or tensor.is_conj() or tensor.is_neg():
+        return True
+    return tensor.is_contiguous() or tensor.detach().clone().stride() == tensor.stride()
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, positional ones by number."""
+    return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
