@@ -20,6 +20,7 @@ from opcheck import _torch
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
+from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
@@ -148,7 +149,7 @@ class Pipeline:
         )  # fmt: skip
         start = perf_counter()
         if traits.maybe_random:
-            call.rng_before = _generator_states(args)
+            call.rng_before = generator_states(args)
         with _torch.outside_everything():
             snapshot(call)
         if _torch.kernels().is_overridden(traits.qualified):
@@ -171,7 +172,7 @@ class Pipeline:
         self.ledger.check_seconds += perf_counter() - start
 
     def _unfit_result(self, call: Call, out: Any) -> SkipReason | None:
-        if call.rng_before is not None and _moved(call.rng_before, call.args):
+        if call.rng_before is not None and have_moved(call.rng_before, call.args):
             self._tracker.random_calls += 1
             return SkipReason.RANDOM
         largest = 0
@@ -206,7 +207,7 @@ class Pipeline:
                 raise
             finally:
                 if call.rng_before is not None:
-                    _restore(call.rng_before)
+                    restore_generators(call.rng_before)
             if found.skip is not None:
                 return found.skip
             if call.in_kernel and found.passed:
@@ -413,34 +414,3 @@ def _count_elements(out: Any) -> int:
     if isinstance(out, (list, tuple)):
         return sum(_count_elements(item) for item in out)
     return 0
-
-
-# ---- generators ---------------------------------------------------------------------------------
-
-
-def _generator_states(args: tuple[Any, ...]) -> list[tuple[str, Tensor]]:
-    """The states of the default generators that an op on these arguments may draw from."""
-    states = [("cpu", torch.get_rng_state())]
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.device.type != "cpu":
-            device = arg.device.type
-            states.append((device, torch.get_device_module(device).get_rng_state()))
-            break
-    return states
-
-
-def _moved(before: list[tuple[str, Tensor]], args: tuple[Any, ...]) -> bool:
-    with _torch.outside_everything():
-        now = _generator_states(args)
-        return any(
-            left[1].numpy().tobytes() != right[1].numpy().tobytes()
-            for left, right in zip(before, now, strict=True)
-        )
-
-
-def _restore(states: list[tuple[str, Tensor]]) -> None:
-    for device, state in states:
-        if device == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state)

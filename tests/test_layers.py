@@ -16,7 +16,7 @@ LAYERS = {
         {"errors", "globs", "records", "tolerances", "printing", "version"},
         {"_torch", "arrays", "commandline", "settings", "textline", "groups"},
         {"allowances", "calls", "environment", "logfile", "sinks"},
-        {"golden_rules", "ledger", "modules", "policy", "rules", "scan", "switch"},
+        {"generators", "golden_rules", "ledger", "modules", "policy", "rules", "scan", "switch"},
         {"callers", "golden", "intercept", "logrecords", "measures", "references"},
         {"index_rules", "interval", "reconstruct", "review"},
         {"verdicts"},
