@@ -53,6 +53,7 @@ class PrecisionChecker:
         criterion: str | None = None,
         rtol: float = tol.MODULE_RTOL,
         golden: str = "auto",
+        record_limit_mb: float = 512.0,
     ) -> None:
         """Nothing is compiled yet.
 
@@ -70,12 +71,15 @@ class PrecisionChecker:
             rtol: the relative tolerance of the documented criterion.
             golden: "auto": run float64 where a quick look does not settle it; "always": also where
                 it does.
+            record_limit_mb: memory for copies of failing calls, in MiB, which a drill-down needs;
+                0: keep none.
 
         Raises:
             ArgumentError: a value that is not allowed.
             ArgumentTypeError: cast_dtype is no dtype, backend neither a name nor a callable.
         """
         _validate(backend, threshold, rtol, criterion, cast_dtype, golden)
+        _validate_number("record_limit_mb", record_limit_mb)
         changed = threshold != tol.MODULE_ATOL or rtol != tol.MODULE_RTOL
         self.backend, self.threshold, self.rtol = backend, threshold, rtol
         self.dump_graphs, self.graph_dir = dump_graphs, graph_dir
@@ -83,6 +87,7 @@ class PrecisionChecker:
         self.single_pass = single_pass
         self.criterion = criterion or ("allclose" if changed else "calibrated")
         self.golden = golden
+        self.record_limit_mb = record_limit_mb
         self._selection = Selection()
         self._run: SinglePass | None = None
         self._is_installed = False
@@ -142,7 +147,7 @@ class PrecisionChecker:
         rule = Rule(criterion=self.criterion, atol=self.threshold, rtol=self.rtol)
         settings = Settings(
             backend=self.backend, rule=rule, cast_dtype=self.cast_dtype,
-            golden_always=self.golden == "always",
+            golden_always=self.golden == "always", record_limit_mb=self.record_limit_mb,
         )  # fmt: skip
         self._run = SinglePass(self._selection.plan(model), settings)
         self._loss = None
@@ -243,6 +248,7 @@ class PrecisionChecker:
             nonfinite_module=run.first_nonfinite(),
             backward_order=list(run.backward_order),
             show_input=self.capture_input,
+            recordings=run.recordings(),
         )
 
     # ---- report ----
@@ -281,11 +287,15 @@ def _validate(
     if not isinstance(backend, str) and not callable(backend):
         raise ArgumentTypeError(f"backend: expected a name or a callable, got {backend!r}")
     for name, value in (("threshold", threshold), ("rtol", rtol)):
-        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ArgumentError(f"{name}: expected a number of 0 or more, got {value!r}")
+        _validate_number(name, value)
     if criterion not in CRITERIA:
         raise ArgumentError(f"criterion: expected one of {CRITERIA}, got {criterion!r}")
     if golden not in ("auto", "always"):
         raise ArgumentError(f"golden: expected 'auto' or 'always', got {golden!r}")
     if cast_dtype is not None and not isinstance(cast_dtype, torch.dtype):
         raise ArgumentTypeError(f"cast_dtype: expected a torch.dtype, got {cast_dtype!r}")
+
+
+def _validate_number(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ArgumentError(f"{name}: expected a number of 0 or more, got {value!r}")

@@ -15,6 +15,7 @@ from modulecheck import _torch, trees
 from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.hooks import RegionGradients
 from modulecheck.judging import Compared, Documented, Rule, compare, documented, quick
+from modulecheck.recording import Recorder
 from modulecheck.replay import Replayed, Snapshot, arguments
 from modulecheck.results import ModuleDiff, TensorDiff
 from modulecheck.watching import undefined_casts
@@ -64,7 +65,14 @@ class ModuleCall:
     """From the snapshot before the compiled call to the last gradient."""
 
     def __init__(
-        self, name: str, module: nn.Module, *, rule: Rule, index: int, golden_always: bool = False
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        rule: Rule,
+        index: int,
+        golden_always: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.name, self.module, self.rule, self.index = name, module, rule, index
         self.started = next(_started)
@@ -75,7 +83,7 @@ class ModuleCall:
         self.output_nonfinite = False
         self.closed = False
         self.error: str | None = None
-        self._golden_always = golden_always
+        self._golden_always, self._recorder = golden_always, recorder
         self._items: list[Item] = []
         self._open: list[str] = []
         self._note = ""
@@ -131,7 +139,7 @@ class ModuleCall:
         """Outputs, changed arguments, changed buffers; what is not settled keeps its values."""
         problem = trees.differing_structure(output, replayed.output)
         if problem:
-            self._differs("fwd_output", "structure", problem)
+            self._differs("fwd_output", ("output", "structure"), "structure", problem)
             return
         pairs = zip(trees.named_tensors(output), trees.named_tensors(replayed.output), strict=True)
         for place, ((name, actual), (_, eager)) in enumerate(pairs):
@@ -158,23 +166,26 @@ class ModuleCall:
         for name, eager in trees.named_tensors(replayed.arguments):
             actual = after.pop(name, None)
             if actual is None:
-                self._differs("mutated", f"argument {name}", "eager has put a tensor there")
+                reason = "eager has put a tensor there"
+                self._differs("mutated", ("argument", name), f"argument {name}", reason)
             elif name not in old or _changed(old[name], actual) or _changed(old[name], eager):
                 self._look("mutated", ("argument", name), f"argument {name}", actual, eager)
         for name in after:
-            self._differs("mutated", f"argument {name}", "compiled has put a tensor there")
+            reason = "compiled has put a tensor there"
+            self._differs("mutated", ("argument", name), f"argument {name}", reason)
         buffers = dict(self.module.named_buffers())
         for name, eager in replayed.buffers.items():
             before, now = self.snapshot.buffers.get(name), buffers.get(name)
             if before is None or now is None:
-                self._differs("mutated", f"buffer {name}", "it exists on one side only")
+                reason = "it exists on one side only"
+                self._differs("mutated", ("buffer", name), f"buffer {name}", reason)
             elif _changed(before, now) or _changed(before, eager):
                 self._look("mutated", ("buffer", name), f"buffer {name}", now, eager)
 
     # ---- looking at one pair ----
 
-    def _differs(self, kind: str, name: str, reason: str) -> None:
-        item = Item(kind, ("", name), name, (), "")
+    def _differs(self, kind: str, key: Key, name: str, reason: str) -> None:
+        item = Item(kind, key, name, (), "")
         item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=_UNKNOWN)
         self._items.append(item)
 
@@ -193,6 +204,7 @@ class ModuleCall:
                 mine, theirs = (tuple(x) if what == "shape" else x for x in (mine, theirs))
                 reason = f"{what} is {mine}, eager gives {theirs}"
                 item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=_UNKNOWN)
+                item.actual = array_of(actual).copy()
                 return
         y, c = array_of(actual), array_of(eager)
         item.dtype = _real_dtype(actual.dtype)
@@ -200,6 +212,7 @@ class ModuleCall:
         golden = self._golden_always and y.dtype.kind in "fc" and y.size > 0
         if first.settled and not (golden and self.rule.criterion == "calibrated"):
             item.result = first
+            item.actual = y.copy() if first.verdict == Verdict.FAIL else None
             return
         item.actual, item.eager = y.copy(), c.copy()
 
@@ -282,7 +295,25 @@ class ModuleCall:
         for item in self._items:
             if item.result is not None and item.result.verdict == Verdict.FAIL:
                 item.result = self._reconsidered(item, item.result)
+        self._record(sources, grads)
+        for item in self._items:
             item.actual = item.eager = None
+
+    def _record(self, sources: list[Key], grads: list[Tensor]) -> None:
+        """Hand a failing call on, as long as everything that it used is there."""
+        failed = [
+            item
+            for item in self._items
+            if item.result is not None and item.result.verdict == Verdict.FAIL
+        ]
+        if not failed or self._recorder is None or self.snapshot is None:
+            return
+        self._recorder.offer(
+            self.name, self.module, self.snapshot,
+            failed=[item.key for item in failed],
+            actual={item.key: item.actual for item in failed if item.actual is not None},
+            sources=sources, grads=grads, index=self.index,
+        )  # fmt: skip
 
     def _judge(self, item: Item, goldens: Goldens) -> None:
         if item.actual is None or item.eager is None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from modulecheck.recording import RecordedCall
 from opcheck.records import Metrics, Verdict
 
 __all__ = ["CompareResult", "ModuleDiff", "TensorDiff", "worst"]
@@ -147,6 +148,8 @@ class CompareResult:
     backward_order: list[str] = field(default_factory=list)
     """Names in the order in which backward reached them."""
     show_input: bool = True
+    recordings: list[RecordedCall] = field(default_factory=list, repr=False, compare=False)
+    """Failing calls with all that a drill-down needs, at most one a module and phase."""
 
     @property
     def loss_diff(self) -> float:

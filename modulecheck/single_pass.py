@@ -20,6 +20,7 @@ from modulecheck import _torch
 from modulecheck.comparing import ModuleCall
 from modulecheck.hooks import Boundary, RegionGradients, counted
 from modulecheck.judging import Rule
+from modulecheck.recording import RecordedCall, Recorder
 from modulecheck.replay import Replayed, Snapshot, replay
 from modulecheck.results import ModuleDiff
 from modulecheck.selection import Plan
@@ -39,6 +40,7 @@ class Settings:
     rule: Rule
     cast_dtype: torch.dtype | None
     golden_always: bool = False
+    record_limit_mb: float = 0.0
 
 
 @dataclass
@@ -60,6 +62,7 @@ class SinglePass:
         self._watched: list[_Watched] = []
         self._in_backward: list[ModuleCall] = []
         self._limit_hits: list[str] = []
+        self._recorder = Recorder(limit_mb=settings.record_limit_mb, backend=settings.backend)
         self.random_switched = False
         self.backward_order: list[str] = []
 
@@ -107,6 +110,7 @@ class SinglePass:
             watched.calls.clear()
         self.backward_order.clear()
         self._in_backward.clear()
+        self._recorder.forget()
 
     # ---- a call ----
 
@@ -114,7 +118,7 @@ class SinglePass:
         def around(compiled: Any, args: Any, kwargs: Any) -> Any:
             call = ModuleCall(
                 watched.name, watched.module, rule=self._settings.rule, index=len(watched.calls),
-                golden_always=self._settings.golden_always,
+                golden_always=self._settings.golden_always, recorder=self._recorder,
             )  # fmt: skip
             self._guarded(call, lambda: self._before(call, args, kwargs))
             hits = len(self._limit_hits)
@@ -250,7 +254,11 @@ class SinglePass:
         idle = [watched.name or "<root>" for watched in self._watched if not watched.calls]
         if idle:
             found.append(f"{len(idle)} wrapped modules were not called, the first is {idle[0]}")
-        return found
+        return found + self._recorder.notes()
+
+    def recordings(self) -> list[RecordedCall]:
+        """The failing calls that were kept, for a drill-down."""
+        return list(self._recorder.calls)
 
     def first_nonfinite(self) -> str:
         """The first module with NaN or Inf in what it gave, "" if there is none."""
