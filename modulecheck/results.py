@@ -71,6 +71,8 @@ class ModuleDiff:
     """One for each call, in order; the fields above are those of the worst one."""
     inconclusive: bool = False
     """Something could not be compared, and `note` says what."""
+    inherited: tuple[str, ...] = ()
+    """"forward", "backward": what differs there came in with the inputs or the output gradients."""
 
     def tensors(self) -> list[tuple[str, int, TensorDiff]]:
         """(check type, index, diff) of every tensor compared."""
@@ -113,12 +115,15 @@ class ModuleDiff:
             parts.append(Verdict.INCONCLUSIVE)
         return worst(parts)
 
-    def fails_in(self, kinds: tuple[str, ...]) -> bool:
-        """True when a tensor of these check types failed, in any call."""
+    def begins(self, phase: str) -> bool:
+        """True when a tensor of this phase failed in a call that did not inherit it."""
+        kinds = FORWARD if phase == "forward" else BACKWARD
         return any(
-            kind in kinds and diff.judged == Verdict.FAIL
+            phase not in call.inherited
+            and any(
+                kind in kinds and diff.judged == Verdict.FAIL for kind, _, diff in call.tensors()
+            )
             for call in (self.calls or [self])
-            for kind, _, diff in call.tensors()
         )
 
 
@@ -148,6 +153,11 @@ class CompareResult:
     backward_order: list[str] = field(default_factory=list)
     """Names in the order in which backward reached them."""
     show_input: bool = True
+    single_pass: bool | None = None
+    """None, as in a result built by hand: it is where there is no eager loss."""
+    loss_verdict: Verdict | None = None
+    """By the criterion in force; None: the documented one decides."""
+    loss_reason: str = ""
     recordings: list[RecordedCall] = field(default_factory=list, repr=False, compare=False)
     """Failing calls with all that a drill-down needs, at most one a module and phase."""
 
@@ -158,8 +168,8 @@ class CompareResult:
 
     @property
     def is_single_pass(self) -> bool:
-        """There is no eager loss of the whole network."""
-        return math.isnan(self.loss_eager)
+        """There is no eager run of the whole network."""
+        return math.isnan(self.loss_eager) if self.single_pass is None else self.single_pass
 
     @property
     def compared(self) -> int:
@@ -197,6 +207,8 @@ class CompareResult:
                 else "no compared module has NaN or Inf in its output"
             )
             return Verdict.INCONCLUSIVE, f"the loss is {self.loss_compiled}; {where}"
+        if self.loss_verdict is not None:
+            return self.loss_verdict, self.loss_reason
         close = self.loss_diff <= self.atol + self.rtol * abs(self.loss_compiled)
         if close or self.loss_eager == self.loss_compiled:
             return Verdict.PASS, ""
@@ -215,10 +227,10 @@ class CompareResult:
     @property
     def suspects(self) -> list[tuple[str, str]]:
         """(module, "forward" or "backward") where a difference begins, first divergence first."""
-        forward = [(diff.name, "forward") for diff in self.diffs if diff.fails_in(FORWARD)]
+        forward = [(diff.name, "forward") for diff in self.diffs if diff.begins("forward")]
         reached = {name: place for place, name in enumerate(self.backward_order)}
         late = sorted(
-            (diff for diff in self.diffs if diff.fails_in(BACKWARD)),
+            (diff for diff in self.diffs if diff.begins("backward")),
             key=lambda diff: reached.get(diff.name, len(reached)),
         )
         return forward + [(diff.name, "backward") for diff in late]

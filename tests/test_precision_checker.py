@@ -433,9 +433,9 @@ def test_module_without_ops_is_a_note() -> None:
 def test_crash_of_the_checker_is_inconclusive_and_not_the_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from modulecheck import comparing
+    from modulecheck import pairing
 
-    monkeypatch.setattr(comparing, "quick", lambda *args: 1 / 0)
+    monkeypatch.setattr(pairing, "quick", lambda *args: 1 / 0)
     workload = stack()
     result = check(workload.model, workload.step, workload.model.head)
     assert result.verdict == Verdict.INCONCLUSIVE

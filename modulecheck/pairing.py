@@ -1,0 +1,306 @@
+"""The tensors of one call on both sides: paired, settled at a glance, or judged by references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from modulecheck import trees
+from modulecheck.compared import Compared, Documented, References, Rule, quick
+from modulecheck.goldens import Key, array_of
+from modulecheck.judging import compare
+from modulecheck.results import TensorDiff
+from opcheck import tolerances as tol
+from opcheck.records import Verdict
+from opcheck.verdicts import rms
+
+__all__ = ["UNKNOWN", "Item", "Judge", "Pairs"]
+
+Array = npt.NDArray[Any]
+
+GRADIENTS = ("grad_input", "grad_output", "param_grads")
+"""Kinds of items that arise in backward."""
+UNKNOWN = Documented(float("nan"), float("nan"), float("nan"), allclose=False)
+"""The documented numbers where two sides cannot be subtracted."""
+
+_NOISE = 8.0
+"""A gradient whose rms is below this many eps of the largest gradient of its call is taken for
+rounding noise: a float64 run that disagrees with it says nothing."""
+
+
+class Judge(Protocol):
+    """Whoever has float64 runs of the call."""
+
+    missing: str
+    """Why there is no float64 run."""
+
+    def references(self, key: Key, *, kinks: bool, noise_floor: float) -> References:
+        """What the rule may ask for, of one tensor."""
+
+
+@dataclass(slots=True)
+class Item:
+    """One tensor on both sides; arrays are held only until it is judged."""
+
+    kind: str
+    """A field of ModuleDiff."""
+    key: Key
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    actual: Array | None = None
+    eager: Array | None = None
+    result: Compared | None = None
+
+    @property
+    def failed(self) -> bool:
+        """It was judged, and is wrong."""
+        return self.result is not None and self.result.verdict == Verdict.FAIL
+
+    def diff(self) -> TensorDiff:
+        """For the report."""
+        result = self.result or Compared(verdict=Verdict.INCONCLUSIVE, reason="was not judged")
+        numbers = result.documented
+        return TensorDiff(
+            numbers.max_abs, numbers.mean_abs, numbers.max_rel, numbers.allclose, self.shape,
+            verdict=result.verdict, metrics=result.metrics, name=self.name,
+            reason=result.reason, notes=result.notes,
+        )  # fmt: skip
+
+
+class Pairs:
+    """What one call gave and got, compiled beside eager.
+
+    Attributes:
+        items: one a tensor, in the order in which they were looked at.
+        output_nonfinite: the compiled side gave NaN or Inf.
+    """
+
+    def __init__(self, rule: Rule, *, golden_always: bool = False) -> None:
+        self.rule = rule
+        self.items: list[Item] = []
+        self.output_nonfinite = False
+        self._golden_always = golden_always
+
+    # ---- looking ----
+
+    def add(self, kind: str, key: Key, name: str, tensor: Tensor) -> Item:
+        """A new item, not judged."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        item = Item(kind, key, name, tuple(tensor.shape), dtype)
+        self.items.append(item)
+        return item
+
+    def differs(self, kind: str, key: Key, name: str, reason: str) -> None:
+        """A FAIL of structure: the two sides do not even have the same tensors."""
+        item = Item(kind, key, name, (), "")
+        item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=UNKNOWN)
+        self.items.append(item)
+
+    def look(self, kind: str, key: Key, name: str, actual: Tensor, eager: Tensor) -> None:
+        """Settle a pair at a glance, or keep copies of both sides for the full rule."""
+        item = self.add(kind, key, name, actual)
+        for what in ("shape", "dtype", "device"):
+            mine, theirs = getattr(actual, what), getattr(eager, what)
+            if mine != theirs:
+                mine, theirs = (tuple(x) if what == "shape" else x for x in (mine, theirs))
+                reason = f"{what} is {mine}, eager gives {theirs}"
+                item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=UNKNOWN)
+                item.actual = array_of(actual).copy()
+                return
+        y, c = array_of(actual), array_of(eager)
+        item.dtype = real_dtype(actual.dtype)
+        first = quick(y, c, item.dtype, self.rule)
+        golden = self._golden_always and y.dtype.kind in "fc" and y.size > 0
+        if first.settled and not (golden and self.rule.criterion == "calibrated"):
+            item.result = first
+            item.actual = y.copy() if first.verdict == Verdict.FAIL else None
+            return
+        item.actual, item.eager = y.copy(), c.copy()
+
+    def outputs(self, output: Any, eager_output: Any) -> None:
+        """Everything that the call returned."""
+        problem = trees.differing_structure(output, eager_output)
+        if problem:
+            self.differs("fwd_output", ("output", "structure"), "structure", problem)
+            return
+        pairs = zip(trees.named_tensors(output), trees.named_tensors(eager_output), strict=True)
+        for place, ((name, actual), (_, eager)) in enumerate(pairs):
+            self.look("fwd_output", ("output", place), name, actual, eager)
+            self._look_at_gradient(actual, eager)
+
+    def _look_at_gradient(self, actual: Tensor, eager: Tensor) -> None:
+        finite = actual.is_floating_point() or actual.is_complex()
+        if finite and actual.layout is torch.strided and not np.isfinite(array_of(actual)).all():
+            self.output_nonfinite = True
+        if eager.requires_grad and not actual.requires_grad:
+            self.items[-1].result = Compared(
+                verdict=Verdict.FAIL,
+                reason="the compiled output is cut off from the gradient, eager's is not",
+                documented=UNKNOWN,
+            )
+
+    def arguments(
+        self, before: Mapping[str, Any], actual: Mapping[str, Any], eager: Mapping[str, Any]
+    ) -> None:
+        """Arguments by name; those that a side has changed are compared."""
+        old, after = dict(trees.named_tensors(before)), dict(trees.named_tensors(actual))
+        for name, theirs in trees.named_tensors(eager):
+            mine = after.pop(name, None)
+            key, label = ("argument", name), f"argument {name}"
+            if mine is None:
+                self.differs("mutated", key, label, "eager has put a tensor there")
+            elif name not in old or changed(old[name], mine) or changed(old[name], theirs):
+                self.look("mutated", key, label, mine, theirs)
+        for name in after:
+            reason = "compiled has put a tensor there"
+            self.differs("mutated", ("argument", name), f"argument {name}", reason)
+
+    def buffers(
+        self,
+        before: Mapping[str, Tensor],
+        actual: Mapping[str, Tensor],
+        eager: Mapping[str, Tensor],
+    ) -> None:
+        """Buffers by name; those that a side has changed are compared."""
+        for name, theirs in eager.items():
+            old, now = before.get(name), actual.get(name)
+            key, label = ("buffer", name), f"buffer {name}"
+            if old is None or now is None:
+                self.differs("mutated", key, label, "it exists on one side only")
+            elif changed(old, now) or changed(old, theirs):
+                self.look("mutated", key, label, now, theirs)
+
+    def gradient(
+        self, kind: str, key: Key, name: str, actual: Tensor | None, eager: Tensor | None,
+        *, isolated: bool,
+    ) -> None:  # fmt: skip
+        """A gradient that either side may lack.
+
+        Args:
+            kind: a field of ModuleDiff.
+            key: which tensor.
+            name: for the report.
+            actual: of the compiled call.
+            eager: of the eager one.
+            isolated: False: what lacks may be among the gradients that could not be told apart.
+        """
+        if actual is not None and eager is not None:
+            self.look(kind, key, name, actual, eager)
+            return
+        present = actual if actual is not None else eager
+        if present is None:
+            return
+        item = self.add(kind, key, name, present)
+        has, lacks = ("compiled", "eager") if actual is not None else ("eager", "compiled")
+        if not array_of(present).any():
+            note = f"{lacks} gives no gradient, {has} exact zeros"
+            item.result = Compared(verdict=Verdict.PASS, notes=(note,))
+            return
+        item.result = Compared(
+            verdict=Verdict.FAIL if isolated else Verdict.INCONCLUSIVE,
+            reason=f"{lacks} gives no gradient"
+            if isolated
+            else "gradient_not_isolated: it cannot be told from what other users add",
+            documented=UNKNOWN,
+        )
+
+    # ---- judging ----
+
+    @property
+    def unsettled(self) -> list[Item]:
+        """What needs references, forward first: whether it passed is asked in backward."""
+        left = [item for item in self.items if item.result is None]
+        return sorted(left, key=lambda item: item.kind in GRADIENTS)
+
+    @property
+    def failed(self) -> list[Item]:
+        """Judged and wrong."""
+        return [item for item in self.items if item.failed]
+
+    def judge(self, judge: Judge) -> None:
+        """Settle what a glance has left."""
+        for item in self.unsettled:
+            if item.actual is None or item.eager is None:
+                continue
+            is_gradient = item.kind in GRADIENTS
+            references = judge.references(
+                item.key,
+                kinks=is_gradient and self._forward_passed(),
+                noise_floor=self._noise_floor(item.dtype) if is_gradient else 0.0,
+            )
+            result = compare(
+                item.actual, item.eager, dtype=item.dtype, rule=self.rule, references=references
+            )
+            if judge.missing and result.settled:
+                result = with_note(result, f"no float64 run ({judge.missing})")
+            item.result = result
+
+    def release(self) -> None:
+        """Let go of every array."""
+        for item in self.items:
+            item.actual = item.eager = None
+
+    def of_kind(self, kind: str) -> list[TensorDiff] | None:
+        """For a field of ModuleDiff."""
+        return [item.diff() for item in self.items if item.kind == kind] or None
+
+    def _forward_passed(self) -> bool:
+        forward = [i for i in self.items if i.kind in ("fwd_output", "mutated")]
+        return all(i.result is not None and i.result.verdict == Verdict.PASS for i in forward)
+
+    def _noise_floor(self, dtype: str) -> float:
+        gradients = [
+            rms(item.eager.reshape(-1))
+            for item in self.items
+            if item.kind in GRADIENTS and item.eager is not None and item.eager.dtype.kind == "f"
+        ]
+        return _NOISE * tol.EPS[dtype] * max(gradients, default=0.0)
+
+    def forward_error(self) -> float:
+        """Largest rms distance of the two sides' outputs, as a share of the output's rms."""
+        return forward_error(self.items)
+
+
+def forward_error(items: Iterable[Item]) -> float:
+    """Largest rms distance of two sides' outputs, as a share of the output's rms."""
+    eps = tol.EPS["float32"]
+    shares = [eps]
+    for item in items:
+        if item.kind == "fwd_output" and item.actual is not None and item.eager is not None:
+            both = [side.reshape(-1).astype(np.float64) for side in (item.actual, item.eager)]
+            size = rms(both[1])
+            shares += [rms(both[0] - both[1]) / size] if size else []
+            shares.append(tol.EPS.get(item.dtype, eps) / 4)
+    return float(np.nanmax(shares))
+
+
+def with_note(result: Compared, *notes: str) -> Compared:
+    """The same result, with more to tell."""
+    return Compared(
+        verdict=result.verdict, reason=result.reason, notes=(*result.notes, *notes),
+        documented=result.documented, metrics=result.metrics,
+    )  # fmt: skip
+
+
+def real_dtype(dtype: torch.dtype) -> str:
+    """Of the components; of 8-bit floats and the like float16, which is more exact than they."""
+    name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return name
+    return name if name in tol.EPS else "float16"
+
+
+def changed(before: Tensor, after: Tensor) -> bool:
+    """The values, the shape or the dtype are other ones; NaN is NaN."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return True
+    return not np.array_equal(
+        array_of(before), array_of(after), equal_nan=before.is_floating_point()
+    )
