@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opcheck import tolerances as tol
-from opcheck.allowances import find_allowance
+from opcheck.allowances import Allowance, find_allowance
 from opcheck.calls import Call
 from opcheck.golden_rules import COMPARED_OUTPUTS, reduction_length, wider
 from opcheck.index_rules import INDEX_RULES
@@ -32,7 +32,17 @@ from opcheck.verdicts import (
     judge_golden,
 )
 
-__all__ = ["Judgement", "Leaf", "judge", "leaves_of", "spell_tensor"]
+__all__ = [
+    "Expected",
+    "Judgement",
+    "Leaf",
+    "allowance_of",
+    "judge",
+    "leaves_of",
+    "results_of",
+    "rule_for",
+    "spell_tensor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ def leaves_of(out: Any, name: str = "output") -> list[Leaf]:
     return [Leaf(name, out)]
 
 
-def _results(out: Any, written: list[tuple[str, Any]]) -> list[Leaf]:
+def results_of(out: Any, written: list[tuple[str, Any]]) -> list[Leaf]:
     """Returned values, then written arguments that were not returned."""
     found = leaves_of(out) if out is not None else []
     returned = {id(leaf.value) for leaf in found}
@@ -93,8 +103,8 @@ def judge(
         for param, value in call.traits.bound(call.args, call.kwargs)
         if param.mutated and value is not None
     ]
-    actual = _results(out, actual_written)
-    expected_from = _Expected(call, reference, [name for name, _ in actual_written])
+    actual = results_of(out, actual_written)
+    expected_from = Expected(call, reference, [name for name, _ in actual_written])
     first = expected_from.first()
     structure = _structure(call, actual, first, has_dtypes=reference.has_baseline)
     if structure:
@@ -113,7 +123,7 @@ def judge(
     return _combine(call, outcomes, expected_from.notes)
 
 
-class _Expected:
+class Expected:
     """The reference's results, each run made when somebody first asks for it."""
 
     def __init__(self, call: Call, reference: Reference, written: list[str]) -> None:
@@ -126,9 +136,10 @@ class _Expected:
         self._call = call
 
     def _leaves(self, result: Result) -> list[Leaf]:
-        return _results(result.out, list(zip(self._written, result.written, strict=True)))
+        return results_of(result.out, list(zip(self._written, result.written, strict=True)))
 
     def baseline(self) -> list[Leaf] | None:
+        """In the dtype of the call; None where there is no independent kernel for it."""
         if self._baseline is None and self.reference.has_baseline:
             self._baseline = self._leaves(self.reference.baseline())
         return self._baseline
@@ -146,10 +157,12 @@ class _Expected:
         return self._golden
 
     def first(self) -> list[Leaf]:
+        """The baseline, else the golden."""
         found = self.baseline()
         return found if found is not None else self.golden() or []
 
     def golden_array(self, number: int) -> Any:
+        """One result in float64; None where there is none."""
         golden = self.golden()
         if golden is None:
             return None
@@ -157,6 +170,7 @@ class _Expected:
         return None if value is None else host_array(value)
 
     def draw(self, number: int) -> Callable[[int], Any]:
+        """From k to one result of the k-th perturbed golden."""
         return lambda k: host_array(self._leaves(self.reference.perturbed(k))[number].value)
 
 
@@ -228,7 +242,7 @@ def _judge_leaf(
     call: Call,
     number: int,
     actual: list[Leaf],
-    expected: _Expected,
+    expected: Expected,
     criterion: str,
     rtol: float,
     atol: float,
@@ -252,14 +266,14 @@ def _judge_inexact(
     call: Call,
     number: int,
     value: Tensor,
-    expected: _Expected,
+    expected: Expected,
     criterion: str,
     rtol: float,
     atol: float,
 ) -> Outcome:
     array = host_array(value)
     baseline = expected.baseline()
-    rule = _rule(call, number, value, rtol, atol, has_baseline=baseline is not None)
+    rule = rule_for(call, number, value, rtol, atol, has_baseline=baseline is not None)
     wanted = None if baseline is None else host_array(baseline[number].value)
     if criterion == "allclose":
         if wanted is None:
@@ -278,19 +292,14 @@ def _judge_inexact(
 
 
 def _judge_by_golden(
-    call: Call, number: int, array: Any, expected: _Expected, rule: Rule
+    call: Call, number: int, array: Any, expected: Expected, rule: Rule
 ) -> Outcome:
     """The CPU kernel itself is under test; what some of them are known to do is allowed for."""
     golden, draw = expected.golden_array(number), expected.draw(number)
     outcome = judge_golden(array, golden, perturbed=draw, rule=rule)
     if outcome.passed:
         return outcome
-    allowance = find_allowance(
-        call.traits.qualified.removeprefix("aten::"),
-        dtype=rule.dtype,
-        output=number,
-        half_inputs=any(dtype in _HALF for dtype in call.signature[1::2]),
-    )
+    allowance = allowance_of(call, number, rule)
     if allowance is None:
         return outcome
     if allowance.nonfinite_elsewhere:
@@ -300,6 +309,16 @@ def _judge_by_golden(
     if outcome.passed:
         expected.notes.append(allowance.note or f"a named allowance applies: {allowance.evidence}")
     return outcome
+
+
+def allowance_of(call: Call, number: int, rule: Rule) -> Allowance | None:
+    """The named allowance of torch's own kernel for one result of a call."""
+    return find_allowance(
+        call.traits.qualified.removeprefix("aten::"),
+        dtype=rule.dtype,
+        output=number,
+        half_inputs=any(dtype in _HALF for dtype in call.signature[1::2]),
+    )
 
 
 def _judge_number(actual: Any, expected: Any) -> Outcome | None:
@@ -317,9 +336,10 @@ def _judge_number(actual: Any, expected: Any) -> Outcome | None:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _rule(
+def rule_for(
     call: Call, number: int, value: Tensor, rtol: float, atol: float, *, has_baseline: bool
 ) -> Rule:
+    """What applies to one result of a call, named allowances aside."""
     real = torch.empty(0, dtype=value.dtype).real.dtype if value.dtype.is_complex else value.dtype
     traits = call.traits
     exact = (
@@ -347,7 +367,7 @@ def _reconstructed(
     failed = {number for number, _, outcome in outcomes if not outcome.passed}
     if not failed or not failed <= how.outputs:
         return outcomes
-    rule = _rule(call, min(failed), _widest(actual), rtol, atol, has_baseline=True)
+    rule = rule_for(call, min(failed), _widest(actual), rtol, atol, has_baseline=True)
     arrays = [_widened(host_array(leaf.value)) for leaf in actual]
     with np.errstate(all="ignore"):
         identities = how.identities(call, arrays, tol.EPS[rule.dtype])

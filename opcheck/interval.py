@@ -14,7 +14,7 @@ from opcheck.arrays import Array, components, rms, round_to, spacing_of
 from opcheck.measures import Part, failed_element, judge_bound, passed
 from opcheck.rules import Outcome, Rule
 
-__all__ = ["Draw", "judge_elements"]
+__all__ = ["Draw", "Limits", "interval_limits", "judge_elements"]
 
 Draw: TypeAlias = Callable[[int], Array]
 """k -> the k-th perturbed golden."""
@@ -75,6 +75,53 @@ def judge_elements(
             return passed("golden", part, rule, worst, **numbers)
     allowed = allowance * rule.element_limit + rank.beside()
     return failed_element(part, q, allowed, rule, stage="golden", why=why, detail=detail, **numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the interval rule grants a result, whatever the result is."""
+
+    allowed: Array
+    """Largest distance to the interval between golden and baseline; 0 where one is not finite."""
+    max_shift: float
+    """Of the mean signed shift; Inf where it is no evidence."""
+    unit: Array
+    """What the shift is counted in."""
+    max_rms: float
+    """Of the error beside golden; Inf where it is not tested."""
+
+
+def interval_limits(
+    part: Part, baseline: Array | None, perturbed: Draw | None, rule: Rule
+) -> Limits:
+    """The limits of `judge_elements` with every draw of the sensitivity in them.
+
+    Args:
+        part: of a result that differs from golden and is finite where golden is.
+        baseline: as in `judge_elements`.
+        perturbed: likewise.
+        rule: what applies; one with a bound of its own is not for the interval rule.
+
+    Returns:
+        Arrays as long as the flat pair.
+    """
+    actual = part.kept.actual.astype(np.float64, copy=False)
+    golden = part.kept.expected.astype(np.float64, copy=False)
+    rank = _Ranking.of(part, actual, golden, baseline, rule)
+    allowance = rank.base
+    for allowance in rank.allowances(part, perturbed):  # noqa: B007 - the last one is the widest
+        pass
+    _, max_shift = rank.shift(allowance)
+    if not rank._has_distinct_values():
+        max_shift = math.inf
+    size, keep = part.pair.actual.size, part.keep
+    allowed, unit = np.zeros(size), np.ones(size)
+    where = slice(None) if keep is None else keep
+    allowed[where] = allowance * rule.element_limit
+    unit[where] = rank.spacing if rule.is_half else allowance
+    error = rms(rank.error)
+    max_rms = rank._rms_limit() * error / rank.rms_ratio if rank.rms_ratio else math.inf
+    return Limits(allowed, max_shift, unit, max_rms)
 
 
 @dataclass(frozen=True, slots=True)

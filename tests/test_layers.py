@@ -13,15 +13,24 @@ ROOT = Path(__file__).parents[1]
 # from the bottom up; a module may import those of lower lines only
 LAYERS = {
     "opcheck": (
-        {"errors", "globs", "records", "tolerances", "printing", "version"},
-        {"_torch", "arrays", "commandline", "settings", "textline", "groups"},
+        {"errors", "globs", "records", "repro_judge", "tolerances", "printing", "version"},
+        {
+            "_torch",
+            "arrays",
+            "commandline",
+            "packing",
+            "runstate",
+            "settings",
+            "textline",
+            "groups",
+        },
         {"allowances", "calls", "environment", "logfile", "sinks"},
         {"generators", "golden_rules", "ledger", "modules", "policy", "rules", "scan", "switch"},
         {"callers", "golden", "intercept", "logrecords", "measures", "references"},
         {"index_rules", "interval", "reconstruct", "review"},
         {"verdicts"},
         {"compare", "merging", "report", "rundiff"},
-        {"export", "kernel_inputs", "nonfinite", "repro", "tree"},
+        {"export", "kernel_inputs", "nonfinite", "repro_limits", "tree"},
         {"pipeline", "rundiff_report"},
         {"kernelcheck", "session"},
         {"registrar"},
