@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -37,6 +38,7 @@ from opcheck.errors import OpcheckError
 
 __all__ = [
     "KernelTable",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "call_kernel",
     "compiled_regions",

@@ -87,6 +87,12 @@ class Call:
     out_dtype: Any = None
     """dtype of the first inexact result, once the op has run."""
     rng_before: Any = None
+    skipped: SkipReason | None = None
+    """Not to be checked, and counted as such: only its values are followed."""
+    counted: bool = True
+    """The elements of its result count as those of a computing op."""
+    followed: bool = False
+    """The shadow has taken note of its result."""
     frame: Any = None
     """The innermost open module call, for the origin of non-finite values."""
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from opcheck.groups import Tally
 from opcheck.printing import number, visible
-from opcheck.records import Coverage, Metrics, OpRecord, to_json
+from opcheck.records import Blame, Coverage, Metrics, OpRecord, to_json
 from opcheck.report import short_op, sort_tallies
 from opcheck.review import Run
 from opcheck.rundiff import Change, RunDiff
@@ -118,6 +118,7 @@ _FIELDS = (
     "source", "inputs", "outputs", "criterion", "reference", "rtol", "atol", "notes", "error",
 )  # fmt: skip
 _METRICS = tuple(Metrics.__dataclass_fields__)
+_BLAME = tuple(Blame.__dataclass_fields__)
 
 
 def write_csv(records: Iterable[OpRecord], stream: TextIO) -> int:
@@ -127,12 +128,14 @@ def write_csv(records: Iterable[OpRecord], stream: TextIO) -> int:
     apostrophe in front; control characters are written as backslash codes.
     """
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*_FIELDS, *_METRICS])
+    writer.writerow([*_FIELDS, *_METRICS, "repeats", *(f"blame_{name}" for name in _BLAME)])
     count = 0
     for count, record in enumerate(records, 1):  # noqa: B007
         data: Mapping[str, Any] = to_json(record)
         row = [_csv_cell(getattr(record, name)) for name in _FIELDS]
         row += [_csv_cell(data["metrics"][name]) for name in _METRICS]
+        row.append(_csv_cell(record.repeats))
+        row += [_csv_cell((data["blame"] or {}).get(name)) for name in _BLAME]
         writer.writerow(row)
     return count
 

@@ -6,7 +6,7 @@ A log of a million records has a few hundred groups; of each the first failing r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,6 +177,7 @@ def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
             before = unchecked[key].calls if key in unchecked else 0
             unchecked[key] = replace(item, calls=before + item.calls)
     stops = [c.counting_stopped_at for c in coverages if c.counting_stopped_at is not None]
+    births = [c.first_nonfinite for c in coverages if c.first_nonfinite is not None]
     sums = ("seen", "checked", "failed", "errors", "elements_seen", "elements_checked")
     return Coverage(
         **{name: total(name) for name in sums},
@@ -188,7 +189,21 @@ def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
         counting_stopped_at=min(stops, default=None),
         steps=max((c.steps for c in coverages), default=0),
         check_seconds=total("check_seconds"),
+        first_nonfinite=min(births, key=lambda b: (b.step, b.index), default=None),
+        shadow=_add_mappings([c.shadow for c in coverages]),
+        repeat=_add_mappings([c.repeat for c in coverages]),
+        unrepeatable=tuple(item for c in coverages for item in c.unrepeatable),
     )
+
+
+def _add_mappings(mappings: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts are added; of bytes each rank has its own, and the largest is shown."""
+    found: dict[str, int] = {}
+    for mapping in mappings:
+        for name, count in mapping.items():
+            known = found.get(name, 0)
+            found[name] = max(known, count) if name.endswith("bytes") else known + count
+    return found
 
 
 def _add_counts(left: CallCount, right: CallCount) -> CallCount:

@@ -20,6 +20,7 @@ from opcheck.errors import LogReadError
 from opcheck.records import (
     SCHEMA,
     SCHEMA_VERSION,
+    Blame,
     Coverage,
     Metrics,
     OpRecord,
@@ -197,6 +198,10 @@ def record_from(data: Mapping[str, Any]) -> OpRecord:
     for name in ("rtol", "atol"):
         _expect(data, name, (int, float))
     _expect(data, "error", (str, type(None)))
+    _expect(data, "blame", (dict, type(None)))
+    if not isinstance(data.get("repeats"), (bool, type(None))):
+        msg = "repeats: expected true, false or null"
+        raise LogReadError(msg)
     for name in _LISTS:
         _expect(data, name, list)
         if not all(isinstance(item, str) for item in data.get(name, ())):
@@ -207,7 +212,17 @@ def record_from(data: Mapping[str, Any]) -> OpRecord:
     except (TypeError, ValueError) as error:
         raise LogReadError(str(error)) from error
     _check_metrics(record.metrics)
+    if record.blame is not None:
+        _expect(data["blame"], "word", str)
+        _check_blame(record.blame)
     return record
+
+
+def _check_blame(blame: Blame) -> None:
+    for name in ("born", "inherited", "total", "inputs"):
+        if not _is_a(getattr(blame, name), (int, float)):
+            msg = f"blame.{name}: expected a number"
+            raise LogReadError(msg)
 
 
 def _expect(data: Mapping[str, Any], name: str, kinds: type | tuple[type, ...]) -> None:
@@ -276,6 +291,7 @@ def coverage_from(data: Mapping[str, Any]) -> tuple[Coverage, str]:
         ]
         coverage: Coverage = from_json(Coverage, fields)
         _check_counts(coverage)
+        _check_followed(coverage)
     except (TypeError, ValueError, KeyError) as error:
         msg = f"coverage: {error}"
         raise LogReadError(msg) from error
@@ -299,6 +315,27 @@ def _check_counts(coverage: Coverage) -> None:
         or not all(_is_a(count, int) for count in counts)
         or not (stopped is None or _is_a(stopped, int))
         or not _is_a(coverage.check_seconds, (int, float))
+    ):
+        msg = "a name or a count has another type"
+        raise TypeError(msg)
+
+
+def _check_followed(coverage: Coverage) -> None:
+    """What `blame` and `repeat` added."""
+    birth = coverage.first_nonfinite
+    texts: list[Any] = [*coverage.shadow, *coverage.repeat]
+    counts: list[Any] = [*coverage.shadow.values(), *coverage.repeat.values()]
+    for item in coverage.unrepeatable:
+        texts += [item.op, item.module, item.phase]
+        counts += [item.calls, item.first]
+    if birth is not None:
+        texts += [birth.op, birth.module, birth.phase, birth.source, birth.value, birth.verdict]
+        texts += birth.inputs
+        counts += [birth.step, birth.index, birth.output, *birth.place]
+    if (
+        not all(isinstance(text, str) for text in texts)
+        or not all(_is_a(count, int) for count in counts)
+        or not all(_is_a(item.max_abs, (int, float)) for item in coverage.unrepeatable)
     ):
         msg = "a name or a count has another type"
         raise TypeError(msg)

@@ -26,9 +26,10 @@ from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.policy import Policy, describe
-from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
-from opcheck.references import choose, snapshot
+from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
+from opcheck.references import Reference, choose, snapshot
 from opcheck.settings import Settings
+from opcheck.shadow import Shadow, is_followed, worded
 from opcheck.tolerances import documented_tolerances
 
 __all__ = ["Pipeline"]
@@ -68,6 +69,7 @@ class Pipeline:
         self._run_id = run_id
         self._rank = rank
         self._emit = emit
+        self._shadow = _shadow_of(settings)
 
     # ---- told by the mode ----
 
@@ -92,10 +94,11 @@ class Pipeline:
         with self.lock:
             depth = _torch.reference_depth()
             try:
-                if call is not False:
+                if call is True or (isinstance(call, Call) and call.counted):
                     self.ledger.elements_seen += _count_elements(out)
                 if isinstance(call, Call):
-                    self._check(call, out)
+                    skip = call.skipped or self._check(call, out)
+                    self._follow(call, out, skip)
             except BaseException as error:  # our crash must not be the user's
                 _torch.leave_references(depth)
                 if not isinstance(error, Exception):  # Ctrl-C
@@ -107,7 +110,10 @@ class Pipeline:
         """The op raised: it was seen, and there is nothing to check."""
         if isinstance(call, Call):
             with self.lock:
-                self.ledger.skip(SkipReason.OP_RAISED, self.ledger.counts_of(call.signature))
+                if call.skipped is None:
+                    self.ledger.skip(SkipReason.OP_RAISED, self.ledger.counts_of(call.signature))
+                if self._shadow is not None:
+                    self._shadow.follow(call, None, None, SkipReason.OP_RAISED)
 
     # ---- before the op ----
 
@@ -122,6 +128,7 @@ class Pipeline:
         if isinstance(func, torch._ops.HigherOrderOperator):
             if func.name() == "inductor_compiled_code":  # counted when its code runs
                 return False
+            self._unseen_ran()
             ledger.count((module, site.phase, f"higher_order.{func.name()}.default"))
             ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
             return False
@@ -131,35 +138,48 @@ class Pipeline:
         if skip is not None:
             tracker.random_calls += skip is SkipReason.RANDOM
             ledger.skip(skip)
-            return False
-        if traits.unreturned:
-            ledger.elements_seen += _count_unreturned(traits, args, kwargs)
-        found = describe(func, args, kwargs)
-        signature = tuple(found.key)
-        counts = ledger.signature(signature)
-        reason = self._policy.outside(traits, module, self.step)
-        reason = reason or self._policy.unfit(found, counts.attempts)
-        if reason is not None:
-            ledger.skip(reason, counts)
-            return True
+            if self._shadow is None or not is_followed(traits.base, skip):
+                return False
+            found = describe(func, args, kwargs)
+        else:
+            if traits.unreturned:
+                ledger.elements_seen += _count_unreturned(traits, args, kwargs)
+            found = describe(func, args, kwargs)
+            signature = tuple(found.key)
+            counts = ledger.signature(signature)
+            skip = self._policy.outside(traits, module, self.step)
+            skip = skip or self._policy.unfit(found, counts.attempts)
+            if skip is not None:
+                ledger.skip(skip, counts)
+                if self._shadow is None or skip is SkipReason.OUTSIDE_STEPS:
+                    return True
         call = Call(
             func=func, traits=traits, args=args, kwargs=kwargs, site=Site(module, site.phase),
-            index=index, step=self.step, occurrence=occurrence, signature=signature,
-            on_device=found.on_device, source=tracker.source(), frame=tracker.open_frame,
+            index=index, step=self.step, occurrence=occurrence, signature=tuple(found.key),
+            on_device=found.on_device, source="" if skip else tracker.source(),
+            frame=tracker.open_frame, skipped=skip, counted=traits.skip is None,
         )  # fmt: skip
-        start = perf_counter()
-        if traits.maybe_random:
-            call.rng_before = generator_states(args)
-        with _torch.outside_everything():
-            snapshot(call)
-        if _torch.kernels().is_overridden(traits.qualified):
-            keep_inputs(call)
-        ledger.check_seconds += perf_counter() - start
+        self._prepare(call)
         return call
+
+    def _prepare(self, call: Call) -> None:
+        """Keep what the op may change."""
+        start = perf_counter()
+        if call.traits.maybe_random:
+            call.rng_before = generator_states(call.args)
+        if call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE):
+            with _torch.outside_everything():
+                snapshot(call)
+            if self._shadow is not None:
+                self._shadow.before(call)
+        if call.skipped is None and _torch.kernels().is_overridden(call.traits.qualified):
+            keep_inputs(call)
+        self.ledger.check_seconds += perf_counter() - start
 
     # ---- after the op ----
 
-    def _check(self, call: Call, out: Any) -> None:
+    def _check(self, call: Call, out: Any) -> SkipReason | None:
+        """Judge it; why not, where that was not possible."""
         start = perf_counter()
         counts = self.ledger.counts_of(call.signature)
         skip = self._policy.late(call) or self._unfit_result(call, out)
@@ -170,6 +190,29 @@ class Pipeline:
         else:
             counts.attempts += 1
         self.ledger.check_seconds += perf_counter() - start
+        return skip
+
+    def _follow(self, call: Call, out: Any, skip: SkipReason | None) -> None:
+        """Let the shadow take note of a call that was not measured."""
+        if self._shadow is None or call.followed:
+            return
+        start = perf_counter()
+        if call.rng_before is None:
+            self._shadow.follow(call, out, None, skip)
+        else:
+            moved = have_moved(call.rng_before, call.args)
+            after = generator_states(call.args)
+            self._shadow.follow(call, out, None, SkipReason.RANDOM if moved else skip)
+            restore_generators(after)
+        self.ledger.check_seconds += perf_counter() - start
+
+    def _measure(
+        self, call: Call, out: Any, reference: Reference, found: Judgement
+    ) -> Blame | None:
+        if self._shadow is None:
+            return None
+        blame = self._shadow.follow(call, out, reference)
+        return None if blame is None else worded(blame, passed=found.passed, dtype=call.out_dtype)
 
     def _unfit_result(self, call: Call, out: Any) -> SkipReason | None:
         if call.rng_before is not None and have_moved(call.rng_before, call.args):
@@ -201,6 +244,9 @@ class Pipeline:
                 found = judge(
                     call, out, reference, criterion=settings.criterion, rtol=rtol, atol=atol
                 )
+                if found.skip is not None:
+                    return found.skip
+                blame = self._measure(call, out, reference, found)
             except (NotImplementedError, RuntimeError) as error:
                 if is_missing_kernel(error):
                     return SkipReason.REFERENCE_NOT_AVAILABLE
@@ -208,8 +254,6 @@ class Pipeline:
             finally:
                 if call.rng_before is not None:
                     restore_generators(call.rng_before)
-            if found.skip is not None:
-                return found.skip
             if call.in_kernel and found.passed:
                 found = with_changed_inputs(call, out, found)
             if not found.passed and call.site.phase == "optimizer":
@@ -220,6 +264,7 @@ class Pipeline:
                 note = f"{call.traits.name} made a non-finite value of finite inputs"
                 found = replace(found, notes=(*found.notes, note))
             record = self._record(call, out, found, reference.label, rtol, atol)
+            record = replace(record, blame=blame) if blame is not None else record
         item = _Held(record, call.site, call.signature, found.compared)
         if held:
             call.frame.held.append(item)
@@ -323,6 +368,10 @@ class Pipeline:
 
     def _crashed(self, call: Call, out: Any) -> None:
         error = traceback.format_exc()
+        if self._shadow is not None and not call.followed:
+            self._shadow.crashed(call)
+        if call.skipped is not None:  # it is counted already, and only the shadow lost it
+            return
         try:
             inputs = tuple(spell_tensor((*call.args, *call.kwargs.values())))
             outputs = tuple(spell_tensor(out))
@@ -360,7 +409,10 @@ class Pipeline:
     def coverage(self) -> Coverage:
         """Everything so far; other threads may be counting."""
         with self.lock:
-            return self.ledger.coverage()
+            found = self.ledger.coverage()
+            if self._shadow is not None:
+                found = replace(found, shadow=self._shadow.counts())
+            return found
 
     def end_step(self) -> None:
         """The next call belongs to the next step."""
@@ -373,8 +425,32 @@ class Pipeline:
         """Inductor code ran: one call that nobody can look into."""
         with self.lock:
             site = self._tracker.locate()
+            self._unseen_ran()
             self.ledger.count((site.module, site.phase, "inductor_compiled_code"))
             self.ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
+
+    def _unseen_ran(self) -> None:
+        if self._shadow is not None:
+            self._shadow.forget("a compiled region or higher-order op ran")
+
+    def forget_values(self) -> None:
+        """The step is left: what happens outside is not seen."""
+        with self.lock:
+            if self._shadow is not None:
+                self._shadow.forget()
+
+    @property
+    def shadow_problem(self) -> str:
+        """Traceback of the first crash of ours in the shadow, or ""."""
+        return "" if self._shadow is None else self._shadow.problem
+
+
+def _shadow_of(settings: Settings) -> Shadow | None:
+    if not settings.blame:
+        return None
+    return Shadow(
+        limit_bytes=settings.max_shadow_bytes, max_numel=settings.max_numel, seed=settings.seed
+    )
 
 
 def _with_origin(record: OpRecord, born: Born) -> OpRecord:

@@ -18,10 +18,13 @@ __all__ = [
     "PHASES",
     "SCHEMA",
     "SCHEMA_VERSION",
+    "Birth",
+    "Blame",
     "CallCount",
     "Coverage",
     "Metrics",
     "OpRecord",
+    "RepeatDifference",
     "SkipReason",
     "UncheckedSignature",
     "Verdict",
@@ -139,6 +142,63 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """Where the error of a call's result came from, with `blame=True`.
+
+    Each is an rms error as a share of the rms of the expected values, of the output where it is
+    largest: 1e-3 is three right digits, 1 is none. NaN and Inf are left out.
+    """
+
+    born: float = 0.0
+    """Of the result beside the reference on the inputs that the call got."""
+    inherited: float = 0.0
+    """What the errors of the inputs make of the result: the reference on the actual inputs beside
+    the reference on the float64 ones."""
+    total: float = 0.0
+    """Of the result beside the chain of float64 references from the beginning of the step."""
+    inputs: float = 0.0
+    """Of the worst input beside that chain."""
+    word: str = ""
+    """"born": the call FAILs; "amplified": it makes much more of the error of its inputs;
+    "inherited": most came with the inputs; "rounding": most is the rounding of a right call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """A call, checked or not, that made NaN or Inf of finite inputs."""
+
+    op: str
+    module: str = ""
+    phase: str = "other"
+    step: int = 0
+    index: int = 0
+    source: str = ""
+    value: str = ""
+    """"nan", "inf" or "-inf"."""
+    output: int = 0
+    place: tuple[int, ...] = ()
+    """Index of the first such element of that output."""
+    inputs: tuple[str, ...] = ()
+    """Each tensor input: its value at the place where it has one, and its range."""
+    verdict: str = ""
+    """Of the call, "" where it was not checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatDifference:
+    """Calls of one op, module and phase that did not give the same bits a second time."""
+
+    op: str
+    module: str = ""
+    phase: str = "other"
+    calls: int = 0
+    first: int = 0
+    """Index of the first such call."""
+    max_abs: float = 0.0
+    """Largest difference of the two results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpRecord:
     """One checked call (or one whose checking crashed)."""
 
@@ -167,6 +227,10 @@ class OpRecord:
     reference: str = "float64"
     error: str | None = None
     """Traceback of a crash of ours; the verdict is then INCONCLUSIVE."""
+    blame: Blame | None = None
+    """With `blame=True`, for floating results."""
+    repeats: bool | None = None
+    """With `repeat=True`: the kernel gave the same bits again. None: it was not run again."""
     run_id: str = ""
     rank: int = 0
 
@@ -222,6 +286,14 @@ class Coverage:
     steps: int = 0
     check_seconds: float = 0.0
     """Time spent in checking, beside the step's own."""
+    first_nonfinite: Birth | None = None
+    """The first call that made NaN or Inf of finite inputs, right or wrong."""
+    shadow: Mapping[str, int] = field(default_factory=dict)
+    """With `blame=True`: calls followed, calls after which the chain began again from the actual
+    values (by reason), bytes held at most and allowed."""
+    repeat: Mapping[str, int] = field(default_factory=dict)
+    """With `repeat=True`: calls run twice, and by reason those that were not."""
+    unrepeatable: tuple[RepeatDifference, ...] = ()
 
     @property
     def adds_up(self) -> bool:
@@ -266,8 +338,8 @@ def _encode(value: Any) -> Any:
         return {"re": _encode(value.real), "im": _encode(value.imag)}
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, (OpRecord, Metrics, CallCount, UncheckedSignature)):
-        return to_json(value)
+    if dataclasses.is_dataclass(type(value)):
+        return {name: _encode(getattr(value, name)) for name in _field_names(type(value))}
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -310,19 +382,34 @@ def from_json(kind: type, data: Mapping[str, Any]) -> Any:
     return kind(**{name: _decode(kind, name, value) for name, value in known.items()})
 
 
+_NESTED: dict[tuple[type, str], type] = {
+    (OpRecord, "metrics"): Metrics,
+    (OpRecord, "blame"): Blame,
+    (Coverage, "first_nonfinite"): Birth,
+}
+_LISTED: dict[tuple[type, str], type] = {
+    (Coverage, "unchecked_signatures"): UncheckedSignature,
+    (Coverage, "calls"): CallCount,
+    (Coverage, "unrepeatable"): RepeatDifference,
+}
+
+
 def _decode(kind: type, name: str, value: Any) -> Any:
     if kind is Metrics:
         return tuple(value) if name == "worst_index" and value is not None else _number(value)
-    if name == "verdict":
+    if name == "verdict" and kind is OpRecord:
         return Verdict(value)
     if name == "reason" and kind is UncheckedSignature:
         return SkipReason(value)
-    if name == "metrics":
-        return from_json(Metrics, value)
+    if kind in (Blame, RepeatDifference) and not isinstance(value, bool):
+        number = _number(value)
+        return value if number is None else number
+    nested = _NESTED.get((kind, name))
+    if nested is not None:
+        return None if value is None else from_json(nested, value)
     if name == "skipped":
         return {SkipReason(reason): int(count) for reason, count in value.items()}
-    if name == "unchecked_signatures":
-        return tuple(from_json(UncheckedSignature, item) for item in value)
-    if name == "calls" and kind is Coverage:
-        return tuple(from_json(CallCount, item) for item in value)
+    listed = _LISTED.get((kind, name))
+    if listed is not None:
+        return tuple(from_json(listed, item) for item in value)
     return tuple(value) if isinstance(value, list) else value

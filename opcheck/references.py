@@ -32,7 +32,15 @@ from opcheck.golden_rules import (
 )
 from opcheck.records import SkipReason
 
-__all__ = ["Reference", "Result", "choose", "host_array", "snapshot", "to_host"]
+__all__ = [
+    "Reference",
+    "Result",
+    "choose",
+    "host_array",
+    "in_float64",
+    "snapshot",
+    "to_host",
+]
 
 _INDEPENDENT_TF32 = 2.0**-11
 """Relative step of TF32 inputs: products on a GPU are perturbed by it where TF32 is allowed."""
@@ -88,6 +96,18 @@ class Reference:
             found = self._run(partial(self._perturb, rng, moved), adjust=True)
             self._draws[draw] = found
         return found
+
+    def on(self, values: Callable[[Tensor], Tensor | None]) -> Result:
+        """The op in float64 on other values of its tensor arguments, where there are any.
+
+        Written arguments are written to in place.
+        """
+
+        def convert(param: Param, tensor: Tensor) -> Tensor:
+            found = values(tensor)
+            return self._widen(param, tensor) if found is None else found
+
+        return self._run(convert, adjust=True)
 
     def inputs(self) -> list[Array | None]:
         """The tensor arguments in schema order as float64 arrays, None where one is absent."""
@@ -210,6 +230,22 @@ def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
         return SkipReason.REFERENCE_NOT_AVAILABLE
     run = partial(_call_formula, formula)
     return Reference(call, "decomposition", run, seed, makes_floats)
+
+
+def in_float64(call: Call, *, seed: int) -> Reference | None:
+    """The op in float64, whether or not that would be a judge; None where nothing computes it."""
+    if call.traits.base in NO_FLOAT64:
+        return None
+    kernel = _torch.kernels().original(call.traits.qualified)
+    if kernel is not None:
+        return Reference(call, "float64", partial(_call_kernel, kernel), seed, _makes_floats(call))
+    if not call.traits.name.startswith(("aten.", "prims.")):
+        return None
+    formula = _torch.decomposition(call.func)
+    if formula is None:
+        return None
+    run = partial(_call_formula, formula)
+    return Reference(call, "decomposition", run, seed, _makes_floats(call))
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:

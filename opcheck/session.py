@@ -21,7 +21,7 @@ from opcheck.pipeline import Pipeline
 from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.report import one_line, render
 from opcheck.review import Run
-from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
+from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, DEFAULT_SHADOW_BYTES, Settings
 from opcheck.sinks import LogFiles, log_names
 from opcheck.switch import SWITCH
 
@@ -49,6 +49,9 @@ def check(
     on_failure: str | Callable[[OpRecord], None] = "log",
     seed: int = 0,
     quiet: bool = False,
+    blame: bool = False,
+    repeat: bool = False,
+    max_shadow_bytes: int = DEFAULT_SHADOW_BYTES,
 ) -> Session:
     """Check every ATen op of the code in the `with` block against the CPU in float64.
 
@@ -71,6 +74,13 @@ def check(
             is given the record.
         seed: of our own sampling; the user's generators are never touched.
         quiet: say nothing on leaving, and keep failures to the log files.
+        blame: carry a float64 shadow of the step's values, so that each record has the error born
+            in the call beside what it inherited. Every call is then checked (unless `max_checks`
+            is changed), and the shadow runs on through those that are not.
+        repeat: run each checked kernel, and each random op with the same generator states, a
+            second time on the same inputs, and report what does not give the same bits.
+        max_shadow_bytes: memory that the shadow may hold; what was not used for longest goes
+            first, and the report says so.
 
     Returns:
         A context manager that is its own result; it may be entered again for the next step.
@@ -88,7 +98,7 @@ def check(
         log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
         log_once=log_once, max_numel=max_numel, include=include, exclude=exclude,
         modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
-        seed=seed, quiet=quiet,
+        seed=seed, quiet=quiet, blame=blame, repeat=repeat, max_shadow_bytes=max_shadow_bytes,
     )  # fmt: skip
     return Session(model, settings)
 
@@ -205,6 +215,7 @@ class Session:
             return
         with exits:
             self._pipeline.release()
+            self._pipeline.forget_values()
             exits.callback(self._write_coverage)
         if is_fork:  # the parent tells of it
             return

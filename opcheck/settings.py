@@ -12,11 +12,13 @@ from typing import Any
 from opcheck.errors import ArgumentError, ArgumentTypeError
 from opcheck.records import OpRecord
 
-__all__ = ["CRITERIA", "DEFAULT_ATOL", "DEFAULT_RTOL", "Settings"]
+__all__ = ["CRITERIA", "DEFAULT_ATOL", "DEFAULT_RTOL", "DEFAULT_SHADOW_BYTES", "Settings"]
 
 CRITERIA = ("calibrated", "allclose")
 DEFAULT_RTOL = 1e-4
 DEFAULT_ATOL = 1e-5
+DEFAULT_MAX_CHECKS = 10
+DEFAULT_SHADOW_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +45,29 @@ class Settings:
     on_failure: str | Callable[[OpRecord], None] = "log"
     seed: int = 0
     quiet: bool = False
+    blame: bool = False
+    repeat: bool = False
+    max_shadow_bytes: int = DEFAULT_SHADOW_BYTES
 
     @classmethod
     def from_arguments(cls, **given: Any) -> Settings:
-        """Validate the arguments of `opcheck.check`; `criterion=None` follows the tolerances."""
+        """Validate the arguments of `opcheck.check`.
+
+        `criterion=None` follows the tolerances; `blame` checks every call unless `max_checks` is
+        another number than its default.
+        """
         rtol = _number("rtol", given["rtol"])
         atol = _number("atol", given["atol"])
+        blame = _flag("blame", given.get("blame", False))
+        max_checks = _count("max_checks", given["max_checks"], optional=True)
+        if blame and max_checks == DEFAULT_MAX_CHECKS:
+            max_checks = None
         return cls(
             log_dir=_path("log_dir", given["log_dir"]),
             rtol=rtol,
             atol=atol,
             criterion=_criterion(given["criterion"], rtol, atol),
-            max_checks=_count("max_checks", given["max_checks"], optional=True),
+            max_checks=max_checks,
             log_once=_flag("log_once", given["log_once"]),
             max_numel=_count("max_numel", given["max_numel"]),
             include=_globs("include", given["include"]),
@@ -65,6 +78,11 @@ class Settings:
             on_failure=_on_failure(given["on_failure"]),
             seed=_count("seed", given["seed"]),
             quiet=_flag("quiet", given["quiet"]),
+            blame=blame,
+            repeat=_flag("repeat", given.get("repeat", False)),
+            max_shadow_bytes=_count(
+                "max_shadow_bytes", given.get("max_shadow_bytes", DEFAULT_SHADOW_BYTES)
+            ),
         )
 
     def as_json(self) -> dict[str, Any]:

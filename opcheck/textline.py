@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 
 from opcheck.errors import LogReadError
-from opcheck.records import Metrics, OpRecord, Verdict
+from opcheck.records import Blame, Metrics, OpRecord, Verdict
 
 __all__ = ["format_text_line", "full_op_name", "parse_text_line"]
 
@@ -57,6 +57,11 @@ def format_text_line(record: OpRecord) -> str:
     ]
     if metrics.rmse_ratio is not None:
         fields.append(f"rmse_ratio: {metrics.rmse_ratio:.6e}")
+    if record.blame is not None:
+        fields += [f"{name}: {getattr(record.blame, name):.6e}" for name in _BLAME]
+        fields.append(f"blame: {_escape(record.blame.word)}")
+    if record.repeats is not None:
+        fields.append(f"repeats: {record.repeats}")
     if full_op_name(short) != record.op:
         fields.append(f"op: {_escape(record.op)}")
     if record.rank:
@@ -117,9 +122,21 @@ def _record(found: re.Match[str]) -> OpRecord:
         reference=_unescape(extra.get("reference", "cpu kernel")),
         rtol=float(found["rtol"]),
         atol=float(found["atol"]),
+        blame=_blame(extra),
+        repeats=extra["repeats"] == "True" if "repeats" in extra else None,
         run_id=_unescape(extra.get("run", "")),
         rank=int(extra.get("rank", 0)),
     )
+
+
+_BLAME = ("born", "inherited", "total", "inputs")
+
+
+def _blame(extra: dict[str, str]) -> Blame | None:
+    if "blame" not in extra:
+        return None
+    numbers = {name: float(extra.get(name, 0.0)) for name in _BLAME}
+    return Blame(**numbers, word=_unescape(extra["blame"]))
 
 
 # ---- escaping -----------------------------------------------------------------------------------

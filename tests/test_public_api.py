@@ -53,6 +53,9 @@ CHECK_PARAMETERS = {
     "on_failure": "log",
     "seed": 0,
     "quiet": False,
+    "blame": False,
+    "repeat": False,
+    "max_shadow_bytes": 1 << 30,
 }
 
 FIELDS = {
