@@ -253,6 +253,14 @@ class PrecisionChecker:
 
     # ---- report ----
 
+    def save(self, result: CompareResult, path: str | Path) -> None:
+        """Write a result to a file that `CompareResult.load` reads, here or elsewhere.
+
+        Raises:
+            LogWriteError: it cannot be written.
+        """
+        result.save(path)
+
     def report(
         self, result: CompareResult, csv_path: str | Path | None = None, *, verbose: bool = False
     ) -> None:

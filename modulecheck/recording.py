@@ -31,7 +31,11 @@ class RecordedCall:
     """One call of a module that failed, with everything that decides what it computes."""
 
     name: str
-    """FQN, "" for the root."""
+    """In the report; "" for the root."""
+    fqn: str
+    """Where the module is in the model."""
+    kind: str
+    """Its class, `package.module:Class`."""
     module: nn.Module | None = field(repr=False)
     """The user's own module, whose parameters may have moved since; None: it comes from a file."""
     index: int
@@ -66,11 +70,12 @@ class RecordedCall:
         grads: Sequence[Tensor] = (),
         index: int = 0,
         backend: Any = "inductor",
+        fqn: str | None = None,
     ) -> RecordedCall:
         """Copy the parameters and the gradients; the snapshot and the arrays are taken over.
 
         Args:
-            name: FQN of the module.
+            name: of the module in the report.
             module: in the state, but for its buffers, in which the call found it.
             snapshot: taken before the call.
             failed: keys of the tensors that failed.
@@ -79,10 +84,13 @@ class RecordedCall:
             grads: beside `sources`.
             index: which call of the module.
             backend: of `torch.compile`.
+            fqn: of the module in the model, where that is not its name.
         """
         with _torch.no_modes():
             return cls(
                 name=name,
+                fqn=name if fqn is None else fqn,
+                kind=f"{type(module).__module__}:{type(module).__qualname__}",
                 module=module,
                 index=index,
                 snapshot=snapshot,
@@ -121,7 +129,17 @@ def _num_bytes(
 ) -> int:
     inputs = trees.tensors((snapshot.args, snapshot.kwargs))
     tensors = [*inputs, *snapshot.buffers.values(), *parameters, *grads]
-    return sum(item.nbytes for item in tensors) + sum(array.nbytes for array in actual)
+    sizes = dict(_size_of_memory(item) for item in tensors)
+    return sum(sizes.values()) + sum(array.nbytes for array in actual)
+
+
+def _size_of_memory(tensor: Tensor) -> tuple[Any, int]:
+    """What is held for a tensor, and by which it is known to be held once."""
+    try:
+        storage = tensor.untyped_storage()
+        return (storage.data_ptr() or id(tensor), storage.nbytes()), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have no storage
+        return id(tensor), tensor.nbytes
 
 
 class Recorder:
@@ -131,13 +149,17 @@ class Recorder:
         calls: what was recorded, in the order in which it failed.
     """
 
-    def __init__(self, *, limit_mb: float, backend: Any) -> None:
+    def __init__(
+        self, *, limit_mb: float, backend: Any, fqns: Mapping[str, str] | None = None
+    ) -> None:
         """Nothing is held yet.
 
         Args:
             limit_mb: of all recordings together, in MiB.
             backend: of `torch.compile`.
+            fqns: by name, of modules that have a name of their own in the report.
         """
+        self._fqns = fqns or {}
         self._limit_mb, self._backend = limit_mb, backend
         self.calls: list[RecordedCall] = []
         self._used = 0
@@ -193,7 +215,9 @@ class Recorder:
         if self._used + size > self._limit_mb * _MIB:
             return f"record_limit_mb={self._limit_mb:g} has no room for its {_mib(size)}"
         try:
-            call = RecordedCall.of(name, module, snapshot, backend=self._backend, **rest)
+            call = RecordedCall.of(
+                name, module, snapshot, backend=self._backend, fqn=self._fqns.get(name), **rest
+            )
         except Exception as error:  # noqa: BLE001 - out of memory, most likely; the step goes on
             return f"copying it failed: {type(error).__name__}: {error}"
         self.calls.append(call)

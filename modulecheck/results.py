@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from modulecheck.plain import from_plain, to_plain
+from modulecheck.recorded_files import calls_from_file, calls_to_file
 from modulecheck.recording import RecordedCall
+from modulecheck.tensor_container import (
+    TensorReader,
+    TensorTable,
+    read_container,
+    write_container,
+)
 from opcheck.records import Metrics, Verdict
 
 __all__ = ["CompareResult", "ModuleDiff", "TensorDiff", "worst"]
 
+SCHEMA = "modulecheck.result"
+SCHEMA_VERSION = 1
 _SEVERITY = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
 
 
@@ -158,8 +170,50 @@ class CompareResult:
     loss_verdict: Verdict | None = None
     """By the criterion in force; None: the documented one decides."""
     loss_reason: str = ""
-    recordings: list[RecordedCall] = field(default_factory=list, repr=False, compare=False)
+    recordings: list[RecordedCall] = field(
+        default_factory=list, repr=False, compare=False, metadata={"plain": False}
+    )
     """Failing calls with all that a drill-down needs, at most one a module and phase."""
+
+    # ---- files ----
+
+    def save(self, path: str | Path) -> None:
+        """Write the result and its recordings to a file, whole or not at all.
+
+        The file is a zip of JSON and of the bytes of tensors; there is no pickle in it. A recording
+        that has no form in a file is left out, which a note of the saved result says.
+
+        Raises:
+            LogWriteError: it cannot be written.
+        """
+        table = TensorTable()
+        rows, left_out = calls_to_file(self.recordings, table)
+        result = dataclasses.replace(self, notes=[*self.notes, *left_out])
+        index = {
+            "schema": SCHEMA,
+            "version": SCHEMA_VERSION,
+            "result": to_plain(result),
+            "recordings": rows,
+        }
+        write_container(Path(path), index, table)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CompareResult:
+        """Read what `save` wrote; no code of the file is run.
+
+        Raises:
+            ArgumentError: it is no such file, is damaged, or was written by a newer version.
+        """
+
+        def build(index: dict[str, Any], reader: TensorReader) -> CompareResult:
+            result: CompareResult = from_plain(cls, index["result"])
+            result.recordings, left_out = calls_from_file(index["recordings"], reader)
+            result.notes += left_out
+            return result
+
+        return read_container(Path(path), SCHEMA, SCHEMA_VERSION, build)
+
+    # ---- verdict ----
 
     @property
     def loss_diff(self) -> float:

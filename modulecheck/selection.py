@@ -29,6 +29,8 @@ class Target:
     module: nn.Module
     checked: bool
     """False: ignored, that is compiled as the others and not compared."""
+    fqn: str = ""
+    """Its place in the model, which `name` may replace in the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Selection:
             elif module in self.wrapped and (inside or is_compiled(module)):
                 skipped.append((name, _marker(module, held)))
             if module in self.wrapped and not inside and not is_compiled(module):
-                targets.append(Target(name, module, module not in self.ignored))
+                targets.append(Target(name, module, module not in self.ignored, fqn=names[module]))
         return Plan(tuple(targets), tuple(skipped))
 
 

@@ -62,7 +62,11 @@ class SinglePass:
         self._watched: list[_Watched] = []
         self._in_backward: list[ModuleCall] = []
         self._limit_hits: list[str] = []
-        self._recorder = Recorder(limit_mb=settings.record_limit_mb, backend=settings.backend)
+        self._recorder = Recorder(
+            limit_mb=settings.record_limit_mb,
+            backend=settings.backend,
+            fqns={target.name: target.fqn for target in plan.targets},
+        )
         self.random_switched = False
         self.backward_order: list[str] = []
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from modulecheck import trees
 
-__all__ = ["RandomState", "Snapshot", "arguments", "copied_together"]
+__all__ = ["Autocast", "RandomState", "Snapshot", "arguments", "copied_together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,18 @@ class RandomState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Autocast:
+class Autocast:
+    """Of one device type."""
+
     device: str
     enabled: bool
     dtype: torch.dtype
 
 
-def _autocast_now() -> list[_Autocast]:
+def _autocast_now() -> list[Autocast]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return [
-        _Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in devices
     ]
 
@@ -70,7 +72,7 @@ class Snapshot:
     buffers: dict[str, Tensor]
     parameter_versions: dict[str, int]
     random: RandomState
-    autocast: list[_Autocast]
+    autocast: list[Autocast]
     grad_enabled: bool
     inference: bool
     cast_dtype: torch.dtype | None = None

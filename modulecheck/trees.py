@@ -99,13 +99,14 @@ def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_rebuild(item, memo) for item in value)
     if isinstance(value, tuple):
-        return type(value)(*(_rebuild(item, memo) for item in value))
+        items = (_rebuild(item, memo) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         twin = copy.copy(value)
         for key, item in value.items():
             twin[key] = _rebuild(item, memo)
         return twin
-    return copy.deepcopy(value, dict(memo)) if is_opaque(value) else value
+    return copy.deepcopy(value, memo) if is_opaque(value) else value
 
 
 def _rebuild_fields(value: Any, memo: dict[int, Any]) -> Any:
