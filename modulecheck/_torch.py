@@ -22,14 +22,18 @@ __all__ = [
     "inlined",
     "inside_autograd",
     "is_compiled_wrapper",
+    "is_fsdp2",
+    "is_gathered",
     "lacks_cpp_compiler",
     "load_backend",
+    "local_part",
     "next_sequence_nr",
     "no_modes",
     "not_by_dynamo",
     "queue_after_backward",
     "random_as_eager",
     "recompile_limit_hits",
+    "sharded_inside",
     "undisturbed",
 ]
 
@@ -122,6 +126,41 @@ _CODES: dict[str, types.CodeType] = {}
 because Dynamo's cache hangs on it."""
 
 
+# ---- parameters in parts ------------------------------------------------------------------------
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """`fully_shard` was applied to it: hooks of its own gather its parameters and free them."""
+    home = sys.modules.get("torch.distributed.fsdp")
+    return home is not None and isinstance(module, home.FSDPModule)
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """FSDP2 manages parameters in it, so that they are plain and full only while it runs."""
+    return any(getattr(item, "_is_fsdp_managed_module", False) for item in module.modules())
+
+
+def sharded_inside(module: nn.Module) -> str:
+    """The name of a submodule whose parameters FSDP2 holds sharded at this moment, else ""."""
+    for name, item in module.named_modules():
+        if name and is_fsdp2(item):
+            groups: Any = item._get_fsdp_state()._fsdp_param_groups
+            if not all(group.is_unsharded for group in groups):
+                return str(name)
+    return ""
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, and what a collective gave once it has arrived."""
+    home = sys.modules.get("torch.distributed.tensor")
+    if home is not None and isinstance(tensor, home.DTensor):
+        tensor = tensor.to_local()
+    pending = sys.modules.get("torch.distributed._functional_collectives")
+    if pending is not None and isinstance(tensor, pending.AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor
+
+
 # ---- settings while a step is checked -----------------------------------------------------------
 
 
@@ -176,22 +215,33 @@ _HOOK_TABLES = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
+_FORWARD_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _REPARAMETRIZING = "torch.nn.utils"
 _GLOBAL_TABLES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
+_DISTRIBUTING = "torch.distributed.tensor"
+
+
 def _is_part_of_forward(hook: Any) -> bool:
-    """Weight norm, spectral norm and pruning of torch.nn.utils compute weights in hooks."""
-    return type(hook).__module__.startswith(_REPARAMETRIZING)
+    """Weight norm, spectral norm and pruning of torch.nn.utils compute weights in hooks.
+
+    `parallelize_module` turns inputs and outputs into DTensors and back in hooks.
+    """
+    home = hook.__module__ if isinstance(hook, types.FunctionType) else type(hook).__module__
+    return str(home).startswith((_REPARAMETRIZING, _DISTRIBUTING))
 
 
 def user_hooks(root: nn.Module) -> int:
-    """Hooks that a replay leaves out although they may change what the module computes."""
-    tables = ("_forward_hooks", "_forward_pre_hooks")
+    """Hooks that a replay leaves out although they may change what the module computes.
+
+    Those of a module of FSDP2 itself run outside of what is compared.
+    """
     return sum(
         not _is_part_of_forward(hook)
         for item in root.modules()
-        for name in tables
+        if item is not root or not is_fsdp2(root)
+        for name in _FORWARD_TABLES
         for hook in getattr(item, name).values()
     )
 
@@ -213,12 +263,16 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
             attributes = dict(item.__dict__)
             contents = {key: _held(value) for key, value in attributes.items()}
             kept.append((item, attributes, contents))
+            part_of_forward = {
+                key
+                for name in _FORWARD_TABLES
+                for key, hook in attributes[name].items()
+                if _is_part_of_forward(hook)
+            }
             for name in _HOOK_TABLES:
                 table = attributes[name]
                 item.__dict__[name] = type(table)(
-                    (key, hook)
-                    for key, hook in table.items()
-                    if name == "_forward_pre_hooks" and _is_part_of_forward(hook)
+                    (key, hook) for key, hook in table.items() if key in part_of_forward
                 )
             item.__dict__["_compiled_call_impl"] = None
         yield

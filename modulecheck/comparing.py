@@ -125,11 +125,20 @@ class ModuleCall:
     def wait_for_backward(self, replayed: Replayed) -> None:
         """Keep the eager graph until the real gradients are known."""
         self._replayed = replayed
+        if _torch.is_gathered(self.module):  # a float64 run needs the parameters
+            self._settle([], [])
 
     def compare_backward(self) -> None:
         """The gradients that the call itself produced in the real backward."""
         region, replayed = self.region, self._replayed
         if self.closed or region is None or replayed is None or self.snapshot is None:
+            return
+        if self.snapshot.parameters_gone(self.module):
+            self.open_because(
+                "resharded: backward left parts of the module out, and its parameters were sharded"
+                " again before its gradients could be compared"
+            )
+            self.close("")
             return
         by_key = results_of(replayed)
         sources = [key for key in region.sources if key in region.of_outputs]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from modulecheck import trees
+from modulecheck import _torch, trees
 from modulecheck.compared import References
 from modulecheck.module_rule import KINK_DRAWS
 from modulecheck.replay import Replayed, Snapshot, replay, same_dtype, widened
@@ -45,8 +45,8 @@ def results_of(replayed: Replayed) -> dict[Key, Tensor]:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The values; of layouts that NumPy does not know, as dense."""
-    plain = tensor.detach()
+    """The values; of a DTensor this rank's, of layouts that NumPy does not know, as dense."""
+    plain = _torch.local_part(tensor.detach())
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
     if plain.is_quantized:
@@ -102,7 +102,7 @@ class Goldens:
             return self._runs[run]
         kind, draw = run
         if self._snapshot.parameters_moved(self._module):
-            self.missing = self.missing or "parameters were written before it could be run"
+            self.missing = self.missing or "parameters were written or sharded before it could be run"
             self._runs[run] = None
             return None
         wide = kind == "golden" or self._run(("golden", 0)) is not None

@@ -63,8 +63,13 @@ class CountingBackend:
         return run
 
 
+def _eager(module: nn.Module) -> Callable[..., Any]:
+    """What is compiled: inside the hooks of FSDP2, where parameters are plain and full."""
+    return module.forward if _torch.is_fsdp2(module) else module._call_impl
+
+
 def _compiled(module: nn.Module, backend: Any, cast_dtype: torch.dtype | None) -> Any:
-    call = module._call_impl
+    call = _eager(module)
     if cast_dtype is not None:
         call = _torch.inlined(_with_autocast(module, call, cast_dtype), _tag(module, cast_dtype))
     elif _torch.compiles_only_inlined(module):
@@ -109,20 +114,24 @@ class Boundary:
             around: given the compiled callable, args and kwargs; runs it once. None: nobody looks.
         """
         self._module = module
-        eager, compiled = module._call_impl, _compiled(module, backend, cast_dtype)
+        self._place = "forward" if _torch.is_fsdp2(module) else "_compiled_call_impl"
+        self._before = module.__dict__.get(self._place)
+        eager, compiled = _eager(module), _compiled(module, backend, cast_dtype)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                return eager(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return eager(*args, **kwargs)
             if around is None or replaying():
                 return (eager if replaying() else compiled)(*args, **kwargs)
             return around(compiled, args, kwargs)
 
-        module.__dict__["_compiled_call_impl"] = call
+        module.__dict__[self._place] = call
 
     def remove(self) -> None:
         """The module is as before."""
-        self._module.__dict__.pop("_compiled_call_impl", None)
+        self._module.__dict__.pop(self._place, None)
+        if self._before is not None:
+            self._module.__dict__[self._place] = self._before
 
 
 @contextlib.contextmanager

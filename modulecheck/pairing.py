@@ -86,6 +86,7 @@ class Pairs:
         self.rule = rule
         self.items: list[Item] = []
         self.output_nonfinite = False
+        self._share = 0.0
         self._golden_always = golden_always
 
     # ---- looking ----
@@ -106,10 +107,11 @@ class Pairs:
     def look(self, kind: str, key: Key, name: str, actual: Tensor, eager: Tensor) -> None:
         """Settle a pair at a glance, or keep copies of both sides for the full rule."""
         item = self.add(kind, key, name, actual)
-        for what in ("shape", "dtype", "device"):
-            mine, theirs = getattr(actual, what), getattr(eager, what)
+        for what in ("shape", "dtype", "device", "placements"):  # the last of DTensors
+            mine, theirs = (getattr(side, what, None) for side in (actual, eager))
             if mine != theirs:
-                mine, theirs = (tuple(x) if what == "shape" else x for x in (mine, theirs))
+                if what == "shape":
+                    mine, theirs = tuple(actual.shape), tuple(eager.shape)
                 reason = f"{what} is {mine}, eager gives {theirs}"
                 item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=UNKNOWN)
                 item.actual = array_of(actual).copy()
@@ -226,6 +228,7 @@ class Pairs:
 
     def judge(self, judge: Judge) -> None:
         """Settle what a glance has left."""
+        self._share = self.forward_error()
         for item in self.unsettled:
             if item.actual is None or item.eager is None:
                 continue
@@ -265,7 +268,7 @@ class Pairs:
 
     def forward_error(self) -> float:
         """Largest rms distance of the two sides' outputs, as a share of the output's rms."""
-        return forward_error(self.items)
+        return max(self._share, forward_error(self.items))
 
 
 def forward_error(items: Iterable[Item]) -> float:

@@ -169,6 +169,13 @@ class SinglePass:
         if call.snapshot.parameters_moved(call.module):
             call.open_because("the forward writes its own parameters, so it cannot be run again")
             return
+        sharded = _torch.sharded_inside(call.module)
+        if sharded:
+            call.open_because(
+                f"sharded: FSDP2 holds the parameters of {sharded} sharded, and gathering them once"
+                " more would be a collective; wrap the modules that fully_shard was applied to"
+            )
+            return
         replayed = self._replay(call, call.snapshot)
         call.random_differs = not torch.equal(random_after, replayed.random_after)
         call.compare_forward(output, replayed)

@@ -70,7 +70,8 @@ class Snapshot:
     wants_grad: dict[int, bool]
     """By id of each copied input."""
     buffers: dict[str, Tensor]
-    parameter_versions: dict[str, int]
+    parameter_versions: dict[str, tuple[int, int]]
+    """Identity and version."""
     random: RandomState
     autocast: list[Autocast]
     grad_enabled: bool
@@ -103,13 +104,18 @@ class Snapshot:
         )
 
     def parameters_moved(self, module: nn.Module) -> bool:
-        """True when a parameter was written since."""
+        """True when a parameter was written or replaced since."""
         return self.parameter_versions != _versions(module)
 
+    def parameters_gone(self, module: nn.Module) -> bool:
+        """True when a parameter is another tensor now, as after FSDP2 has sharded it again."""
+        now = {name: identity for name, (identity, _) in _versions(module).items()}
+        return now != {name: identity for name, (identity, _) in self.parameter_versions.items()}
 
-def _versions(module: nn.Module) -> dict[str, int]:
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {
-        name: -1 if parameter.is_inference() else parameter._version
+        name: (id(parameter), -1 if parameter.is_inference() else parameter._version)
         for name, parameter in module.named_parameters()
     }
 

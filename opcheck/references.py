@@ -517,4 +517,7 @@ def host_array(tensor: Tensor) -> Array:
         plain = plain.to(torch.float32)
     elif plain.dtype is torch.complex32:
         plain = plain.to(torch.complex64)
-    return plain.numpy()
+    # not .numpy(): it makes the storage one that can never be resized, and the tensor may be the
+    # user's (FSDP2 frees gathered parameters by resizing)
+    array: Array = np.from_dlpack(plain)
+    return array

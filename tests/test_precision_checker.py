@@ -854,3 +854,16 @@ def test_inductor_without_a_compiler_is_said_before_the_step(
     with pytest.raises(RuntimeError, match=r"C\+\+ compiler"):
         checker.install(model)
     assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+def test_parameters_and_outputs_can_be_resized_as_before():
+    workload = stack()
+    kept = []
+    workload.model.blocks[0].register_forward_hook(
+        lambda module, args, out: kept.extend([*args, out])
+    )
+    result, _ = checked_step(workload, Block, golden="always")
+    assert_pass(result)
+    tensors = [*kept, *workload.model.parameters()]
+    assert len(kept) == 2
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)

@@ -71,6 +71,15 @@ def test_higher_order_ops_are_counted_and_do_not_break_the_step(tmp_path):
     assert session.coverage.adds_up
 
 
+def test_a_checked_tensor_can_be_resized_as_before(tmp_path):
+    """FSDP2 frees what it gathered by resizing; a NumPy view taken by .numpy() forbids that."""
+    with opcheck.check(log_dir=tmp_path, quiet=True, max_checks=None) as session:
+        tensors = [X.clone(), X.bfloat16(), X * 2, torch.nn.functional.gelu(X), *X.sort()]
+        tensors[0].add_(1)
+    assert session.coverage.checked >= 4
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
 # ---- a module that is run again, because its outputs turned non-finite ----
 
 
