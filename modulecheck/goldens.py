@@ -102,7 +102,9 @@ class Goldens:
             return self._runs[run]
         kind, draw = run
         if self._snapshot.parameters_moved(self._module):
-            self.missing = self.missing or "parameters were written or sharded before it could be run"
+            self.missing = (
+                self.missing or "parameters were written or sharded before it could be run"
+            )
             self._runs[run] = None
             return None
         wide = kind == "golden" or self._run(("golden", 0)) is not None
