@@ -93,6 +93,12 @@ class Call:
     """The elements of its result count as those of a computing op."""
     followed: bool = False
     """The shadow has taken note of its result."""
+    large: Any = None
+    """What was kept from before a large op that changes its arguments."""
+    is_large: bool = False
+    """Above `max_numel`: a sample of it is looked at."""
+    device_type: str = ""
+    """Of a part of a large call: where that one ran, "" for the CPU."""
     frame: Any = None
     """The innermost open module call, for the origin of non-finite values."""
 

@@ -149,8 +149,8 @@ def _demo(chosen: argparse.Namespace) -> int:
 
 
 _RUN_OPTIONS = (
-    "log_dir", "rtol", "atol", "criterion", "max_checks", "max_numel", "include", "exclude",
-    "modules", "start_step", "num_steps",
+    "log_dir", "rtol", "atol", "criterion", "max_checks", "max_numel", "large", "include",
+    "exclude", "modules", "start_step", "num_steps",
 )  # fmt: skip
 
 
@@ -305,6 +305,7 @@ def _add_run(commands: Any) -> None:
         "--max-checks", type=_count_or_all, metavar="N|all", default=unset, help="per signature"
     )
     parser.add_argument("--max-numel", type=_count, metavar="N", default=unset)
+    parser.add_argument("--large", choices=("sample", "skip", "full"), default=unset)
     for name, text in (
         ("--include", "ops to check (repeat for more)"),
         ("--exclude", "ops not to check"),

@@ -21,7 +21,7 @@ from opcheck.calls import Call
 from opcheck.golden_rules import COMPARED_OUTPUTS, reduction_length, wider
 from opcheck.index_rules import INDEX_RULES
 from opcheck.reconstruct import RECONSTRUCTED, Identity
-from opcheck.records import Metrics, SkipReason
+from opcheck.records import Metrics, Sample, SkipReason
 from opcheck.references import Reference, Result, host_array
 from opcheck.verdicts import (
     Outcome,
@@ -66,6 +66,8 @@ class Judgement:
     """Some result holds NaN or Inf, as its reference does."""
     skip: SkipReason | None = None
     """It turned out that nothing can be said."""
+    sample: Sample | None = None
+    """Of a large call: what was looked at."""
 
 
 _Judged = tuple[int, Leaf, Outcome]

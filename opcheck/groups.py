@@ -178,7 +178,10 @@ def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
             unchecked[key] = replace(item, calls=before + item.calls)
     stops = [c.counting_stopped_at for c in coverages if c.counting_stopped_at is not None]
     births = [c.first_nonfinite for c in coverages if c.first_nonfinite is not None]
-    sums = ("seen", "checked", "failed", "errors", "elements_seen", "elements_checked")
+    sums = (
+        "seen", "checked", "failed", "errors", "elements_seen", "elements_checked",
+        "elements_sampled",
+    )  # fmt: skip
     return Coverage(
         **{name: total(name) for name in sums},
         skipped=skipped,

@@ -26,6 +26,8 @@ def keep_inputs(call: Call) -> None:
     Where memory runs out the inputs are taken as they are after the call.
     """
     call.in_kernel = True
+    if call.is_large:  # slices of what it changes were kept, and a copy of all costs too much
+        return
     with _torch.outside_everything(), contextlib.suppress(RuntimeError):
         for _, tensor in _tensors(call):
             if id(tensor) not in call.before:

@@ -39,6 +39,7 @@ class Ledger:
         self.steps = 0
         self.elements_seen = 0
         self.elements_checked = 0
+        self.elements_sampled = 0
         self.check_seconds = 0.0
         self.skipped: Counter[SkipReason] = Counter()
         self._signatures: defaultdict[Signature, _SignatureCount] = defaultdict(_SignatureCount)
@@ -87,6 +88,7 @@ class Ledger:
         elements: int,
         *,
         crashed: bool,
+        sampled: bool = False,
     ) -> None:
         """A call was checked, or checking it crashed."""
         counts = self._signatures[signature]
@@ -97,7 +99,10 @@ class Ledger:
             return
         self.checked += 1
         counts.checked += 1
-        self.elements_checked += elements
+        if sampled:
+            self.elements_sampled += elements
+        else:
+            self.elements_checked += elements
         tally[0] += 1
         if verdict is Verdict.FAIL:
             self.failed += 1
@@ -147,6 +152,7 @@ class Ledger:
             skipped=dict((+skipped).most_common()),
             elements_seen=self.elements_seen,
             elements_checked=self.elements_checked,
+            elements_sampled=self.elements_sampled,
             signatures_seen=len(computing),
             signatures_checked=sum(1 for counts in computing.values() if counts.checked),
             unchecked_signatures=tuple(sorted(unchecked, key=lambda item: -item.calls)),

@@ -24,6 +24,7 @@ from opcheck.records import (
     Coverage,
     Metrics,
     OpRecord,
+    Sample,
     SkipReason,
     from_json,
 )
@@ -202,6 +203,7 @@ def record_from(data: Mapping[str, Any]) -> OpRecord:
     if not isinstance(data.get("repeats"), (bool, type(None))):
         msg = "repeats: expected true, false or null"
         raise LogReadError(msg)
+    _expect(data, "sample", (dict, type(None)))
     for name in _LISTS:
         _expect(data, name, list)
         if not all(isinstance(item, str) for item in data.get(name, ())):
@@ -215,6 +217,7 @@ def record_from(data: Mapping[str, Any]) -> OpRecord:
     if record.blame is not None:
         _expect(data["blame"], "word", str)
         _check_blame(record.blame)
+    _check_sample(record.sample)
     return record
 
 
@@ -259,8 +262,21 @@ def _check_metrics(metrics: Metrics) -> None:
         raise LogReadError(msg)
 
 
+def _check_sample(sample: Sample | None) -> None:
+    if sample is None:
+        return
+    flag: Any = sample.covers_all
+    fits = [isinstance(flag, bool), _is_a(sample.share, (int, float))]
+    fits += [isinstance(text, str) for text in (sample.strategy, sample.detail)]
+    fits += [_is_a(number, int) for number in (sample.seed, sample.num_elements)]
+    fits += [_is_a(place, int) for place in sample.tile or ()]
+    if not all(fits):
+        msg = "sample: a field has another type"
+        raise LogReadError(msg)
+
+
 _COVERAGE_WHOLE = (
-    "seen", "checked", "failed", "errors", "elements_seen", "elements_checked",
+    "seen", "checked", "failed", "errors", "elements_seen", "elements_checked", "elements_sampled",
     "signatures_seen", "signatures_checked", "steps",
 )  # fmt: skip
 

@@ -22,12 +22,14 @@ from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
+from opcheck.large import judge_large, prepare_large
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.policy import Policy, describe
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
 from opcheck.references import Reference, choose, snapshot
+from opcheck.sampled import Criterion, Judged
 from opcheck.settings import Settings
 from opcheck.shadow import Shadow, is_followed, worded
 from opcheck.tolerances import documented_tolerances
@@ -98,7 +100,7 @@ class Pipeline:
                     self.ledger.elements_seen += _count_elements(out)
                 if isinstance(call, Call):
                     skip = call.skipped or self._check(call, out)
-                    self._follow(call, out, skip)
+                    self._follow(call, out, SkipReason.TOO_LARGE if call.is_large else skip)
             except BaseException as error:  # our crash must not be the user's
                 _torch.leave_references(depth)
                 if not isinstance(error, Exception):  # Ctrl-C
@@ -159,6 +161,7 @@ class Pipeline:
             on_device=found.on_device, source="" if skip else tracker.source(),
             frame=tracker.open_frame, skipped=skip, counted=traits.skip is None,
         )  # fmt: skip
+        call.is_large = self._policy.samples(found.largest)
         self._prepare(call)
         return call
 
@@ -167,7 +170,9 @@ class Pipeline:
         start = perf_counter()
         if call.traits.maybe_random:
             call.rng_before = generator_states(call.args)
-        if call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE):
+        if call.is_large:
+            self._prepare_large(call)
+        elif call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE):
             with _torch.outside_everything():
                 snapshot(call)
             if self._shadow is not None:
@@ -175,6 +180,13 @@ class Pipeline:
         if call.skipped is None and _torch.kernels().is_overridden(call.traits.qualified):
             keep_inputs(call)
         self.ledger.check_seconds += perf_counter() - start
+
+    def _prepare_large(self, call: Call) -> None:
+        if call.skipped is None:
+            with _torch.outside_everything():
+                call.skipped = prepare_large(call, self._settings.seed)
+            if call.skipped is not None:
+                self.ledger.skip(call.skipped, self.ledger.counts_of(call.signature))
 
     # ---- after the op ----
 
@@ -229,7 +241,11 @@ class Pipeline:
             if call.out_dtype is None and (dtype.is_floating_point or dtype.is_complex):
                 call.out_dtype = dtype
             call.on_device = call.on_device or leaf.value.device.type != "cpu"
-        return SkipReason.TOO_LARGE if largest > self._settings.max_numel else None
+        if self._policy.samples(largest):
+            call.is_large = True
+        elif largest > self._settings.max_numel and self._settings.large == "skip":
+            return SkipReason.TOO_LARGE
+        return None
 
     def _judge(self, call: Call, out: Any) -> SkipReason | None:
         settings = self._settings
@@ -237,16 +253,8 @@ class Pipeline:
             rtol=settings.rtol, atol=settings.atol, half=any(d in _HALF for d in call.signature)
         )
         with _torch.outside_everything():
-            reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
-            if isinstance(reference, SkipReason):
-                return reference
             try:
-                found = judge(
-                    call, out, reference, criterion=settings.criterion, rtol=rtol, atol=atol
-                )
-                if found.skip is not None:
-                    return found.skip
-                blame = self._measure(call, out, reference, found)
+                judged, blame = self._compared(call, out, rtol, atol)
             except (NotImplementedError, RuntimeError) as error:
                 if is_missing_kernel(error):
                     return SkipReason.REFERENCE_NOT_AVAILABLE
@@ -254,6 +262,9 @@ class Pipeline:
             finally:
                 if call.rng_before is not None:
                     restore_generators(call.rng_before)
+            if isinstance(judged, SkipReason):
+                return judged
+            found = judged.found
             if call.in_kernel and found.passed:
                 found = with_changed_inputs(call, out, found)
             if not found.passed and call.site.phase == "optimizer":
@@ -263,7 +274,7 @@ class Pipeline:
             if born and not held:
                 note = f"{call.traits.name} made a non-finite value of finite inputs"
                 found = replace(found, notes=(*found.notes, note))
-            record = self._record(call, out, found, reference.label, rtol, atol)
+            record = self._record(call, out, found, judged.label, rtol, atol)
             record = replace(record, blame=blame) if blame is not None else record
         item = _Held(record, call.site, call.signature, found.compared)
         if held:
@@ -271,6 +282,21 @@ class Pipeline:
         else:
             self._finish(item)
         return None
+
+    def _compared(
+        self, call: Call, out: Any, rtol: float, atol: float
+    ) -> tuple[Judged | SkipReason, Blame | None]:
+        settings = self._settings
+        if call.is_large:
+            criterion = Criterion(name=settings.criterion, rtol=rtol, atol=atol, seed=settings.seed)
+            return judge_large(call, out, criterion), None
+        reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
+        if isinstance(reference, SkipReason):
+            return reference, None
+        found = judge(call, out, reference, criterion=settings.criterion, rtol=rtol, atol=atol)
+        if found.skip is not None:
+            return found.skip, None
+        return Judged(found, reference.label), self._measure(call, out, reference, found)
 
     def _blame_owner(self, call: Call, output: int) -> None:
         """Lists of all parameters belong to no module; the tensor that is wrong in them does."""
@@ -307,6 +333,7 @@ class Pipeline:
             source=call.source,
             reason=found.reason,
             notes=found.notes,
+            sample=found.sample,
             criterion=self._settings.criterion,
             rtol=rtol,
             atol=atol,
@@ -323,6 +350,7 @@ class Pipeline:
             record.verdict,
             item.compared,
             crashed=record.error is not None,
+            sampled=record.sample is not None and not record.sample.covers_all,
         )
         self._policy.judged(record)
         self._emit(record)

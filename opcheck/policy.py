@@ -120,11 +120,15 @@ class Policy:
         settings = self._settings
         if found.unsupported:
             return SkipReason.UNSUPPORTED_TYPE
-        if found.largest > settings.max_numel:
+        if found.largest > settings.max_numel and settings.large == "skip":
             return SkipReason.TOO_LARGE
         if settings.max_checks is not None and attempts >= settings.max_checks:
             return SkipReason.BUDGET_USED_UP
         return None
+
+    def samples(self, numel: int) -> bool:
+        """True for a call with so large a tensor that only a sample of it is looked at."""
+        return numel > self._settings.max_numel and self._settings.large == "sample"
 
     def late(self, call: Call) -> SkipReason | None:
         """Too much by now: other threads were checking while the op ran."""

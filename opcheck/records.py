@@ -25,6 +25,7 @@ __all__ = [
     "Metrics",
     "OpRecord",
     "RepeatDifference",
+    "Sample",
     "SkipReason",
     "UncheckedSignature",
     "Verdict",
@@ -199,6 +200,26 @@ class RepeatDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What of a large call was looked at."""
+
+    strategy: str
+    """"sampled_elements", "sampled_rows", "projection", "adjoint_probe" or "exact_full"."""
+    seed: int = 0
+    """With the settings' seed and the index of the call, what chose the sample."""
+    num_elements: int = 0
+    """Elements of the results that were compared one by one."""
+    share: float = 0.0
+    """Of the elements of the results."""
+    covers_all: bool = False
+    """Every element had a part in the verdict, in sums with others where not one by one."""
+    detail: str = ""
+    """`130 of 65,536 rows`."""
+    tile: tuple[int, ...] | None = None
+    """First row, last row, first column, last column of what a projection found wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpRecord:
     """One checked call (or one whose checking crashed)."""
 
@@ -231,6 +252,8 @@ class OpRecord:
     """With `blame=True`, for floating results."""
     repeats: bool | None = None
     """With `repeat=True`: the kernel gave the same bits again. None: it was not run again."""
+    sample: Sample | None = None
+    """Of a call above `max_numel`: what was looked at. None: every element was compared."""
     run_id: str = ""
     rank: int = 0
 
@@ -277,6 +300,9 @@ class Coverage:
     elements_seen: int = 0
     """Elements of the results of computing ops."""
     elements_checked: int = 0
+    """Compared one by one, or covered by a projection."""
+    elements_sampled: int = 0
+    """Compared one by one in results of which the rest stayed unseen."""
     signatures_seen: int = 0
     """Computing ops with distinct argument types."""
     signatures_checked: int = 0
@@ -294,6 +320,11 @@ class Coverage:
     repeat: Mapping[str, int] = field(default_factory=dict)
     """With `repeat=True`: calls run twice, and by reason those that were not."""
     unrepeatable: tuple[RepeatDifference, ...] = ()
+
+    @property
+    def elements_unseen(self) -> int:
+        """Elements of results that had no part in any verdict."""
+        return max(0, self.elements_seen - self.elements_checked - self.elements_sampled)
 
     @property
     def adds_up(self) -> bool:
@@ -348,7 +379,7 @@ def _encode(value: Any) -> Any:
 
 
 def to_json(
-    value: OpRecord | Metrics | Coverage | CallCount | UncheckedSignature,
+    value: OpRecord | Metrics | Sample | Coverage | CallCount | UncheckedSignature,
 ) -> dict[str, Any]:
     """The fields under their names, ready for `json.dumps(..., allow_nan=False)`."""
     return {name: _encode(getattr(value, name)) for name in _field_names(type(value))}
@@ -385,6 +416,7 @@ def from_json(kind: type, data: Mapping[str, Any]) -> Any:
 _NESTED: dict[tuple[type, str], type] = {
     (OpRecord, "metrics"): Metrics,
     (OpRecord, "blame"): Blame,
+    (OpRecord, "sample"): Sample,
     (Coverage, "first_nonfinite"): Birth,
 }
 _LISTED: dict[tuple[type, str], type] = {

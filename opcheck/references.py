@@ -40,6 +40,7 @@ __all__ = [
     "in_float64",
     "snapshot",
     "to_host",
+    "uses_tf32",
 ]
 
 _INDEPENDENT_TF32 = 2.0**-11
@@ -199,7 +200,7 @@ class Reference:
         parts = flat.view(np.float64) if dtype.is_complex else flat
         # Inf stays where it is: a mask of -Inf moved by its spacing would be NaN
         step = np.where(np.isfinite(parts), spacing_of(parts, _real_name(dtype)), 0.0)
-        if _uses_tf32(self.call, tensor):
+        if uses_tf32(self.call, tensor):
             step = np.where(step > 0, np.maximum(step, np.abs(parts) * _INDEPENDENT_TF32), 0.0)
         signs = rng.integers(0, 2, size=parts.shape, dtype=np.int8) * 2 - 1
         new = (parts + step * signs).view(flat.dtype).reshape(values.shape)
@@ -496,8 +497,9 @@ def _real_name(dtype: torch.dtype) -> str:
     return str(real).removeprefix("torch.")
 
 
-def _uses_tf32(call: Call, tensor: Tensor) -> bool:
-    if tensor.device.type != "cuda" or tensor.dtype is not torch.float32:
+def uses_tf32(call: Call, tensor: Tensor) -> bool:
+    """Products of this tensor may round it to TF32."""
+    if (call.device_type or tensor.device.type) != "cuda" or tensor.dtype is not torch.float32:
         return False
     if "conv" in call.traits.base:
         return bool(torch.backends.cudnn.allow_tf32)

@@ -47,10 +47,12 @@ def enable_precision_check(
     path: str | os.PathLike[str] | None = None,
     *,
     criterion: str | None = "allclose",
+    large: str = "skip",
 ) -> None:
     """Check the calls of wrapped kernels from now on; counters start afresh.
 
-    Layout, random and `out=` ops and tensors over a million elements are skipped and counted.
+    Layout, random and `out=` ops are skipped and counted, and so are calls with a tensor of more
+    than a million elements unless `large` says otherwise.
 
     Args:
         rtol: relative tolerance; at least 1e-2 where an input is float16 or bfloat16.
@@ -61,6 +63,7 @@ def enable_precision_check(
             suffix `.jsonl`. Of several ranks each has its own, `precision.rankN.log`.
         criterion: "allclose", or "calibrated" as in `opcheck.check`; None is calibrated unless a
             tolerance was changed.
+        large: "skip", "sample" or "full", as in `opcheck.check`.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is not allowed; nothing was changed.
@@ -74,8 +77,8 @@ def enable_precision_check(
     settings = Settings.from_arguments(
         log_dir="logs" if file is None else file.parent, rtol=rtol, atol=atol,
         criterion=criterion, max_checks=max_checks, log_once=log_once, max_numel=1_000_000,
-        include=(), exclude=(), modules=(), start_step=0, num_steps=None, on_failure="log",
-        seed=0, quiet=False,
+        large=large, include=(), exclude=(), modules=(), start_step=0, num_steps=None,
+        on_failure="log", seed=0, quiet=False,
     )  # fmt: skip
     CHECKS.enable(KernelCheck(settings, file))
 

@@ -41,6 +41,7 @@ def check(
     max_checks: int | None = 10,
     log_once: bool = True,
     max_numel: int = 1_000_000,
+    large: str = "sample",
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     modules: str | Iterable[str] = (),
@@ -64,7 +65,9 @@ def check(
         max_checks: checks of each signature (op, dtypes and layouts of its tensors); None checks
             every call, 0 checks nothing and still counts.
         log_once: write one text line per failing op, module and phase.
-        max_numel: calls with a larger tensor, argument or result, are skipped and counted.
+        max_numel: largest tensor, argument or result, of a call that is compared whole.
+        large: what becomes of larger calls: "sample" looks at a share of them, "skip" counts
+            them, "full" compares them whole, whatever memory that takes.
         include: globs over op names (`aten.add.*`, `add`, `add.Tensor`); only these are checked.
         exclude: globs over op names that are not checked.
         modules: globs over module names; a module's children are included.
@@ -96,7 +99,7 @@ def check(
         )
     settings = Settings.from_arguments(
         log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
-        log_once=log_once, max_numel=max_numel, include=include, exclude=exclude,
+        log_once=log_once, max_numel=max_numel, large=large, include=include, exclude=exclude,
         modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
         seed=seed, quiet=quiet, blame=blame, repeat=repeat, max_shadow_bytes=max_shadow_bytes,
     )  # fmt: skip

@@ -12,8 +12,16 @@ from typing import Any
 from opcheck.errors import ArgumentError, ArgumentTypeError
 from opcheck.records import OpRecord
 
-__all__ = ["CRITERIA", "DEFAULT_ATOL", "DEFAULT_RTOL", "DEFAULT_SHADOW_BYTES", "Settings"]
+__all__ = [
+    "CRITERIA",
+    "DEFAULT_ATOL",
+    "DEFAULT_RTOL",
+    "DEFAULT_SHADOW_BYTES",
+    "LARGE",
+    "Settings",
+]
 
+LARGE = ("sample", "skip", "full")
 CRITERIA = ("calibrated", "allclose")
 DEFAULT_RTOL = 1e-4
 DEFAULT_ATOL = 1e-5
@@ -37,6 +45,7 @@ class Settings:
     max_checks: int | None = 10
     log_once: bool = True
     max_numel: int = 1_000_000
+    large: str = "sample"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -70,6 +79,7 @@ class Settings:
             max_checks=max_checks,
             log_once=_flag("log_once", given["log_once"]),
             max_numel=_count("max_numel", given["max_numel"]),
+            large=_one_of("large", given["large"], LARGE),
             include=_globs("include", given["include"]),
             exclude=_globs("exclude", given["exclude"]),
             modules=_globs("modules", given["modules"]),
@@ -157,6 +167,16 @@ def _criterion(value: object, rtol: float, atol: float) -> str:
         )
     if value not in CRITERIA:
         raise ArgumentError(f"criterion: expected one of {CRITERIA} or None, got {value!r}")
+    return value
+
+
+def _one_of(field: str, value: object, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise ArgumentTypeError(
+            f"{field}: expected one of {allowed}, got {value!r} ({_kind(value)})"
+        )
+    if value not in allowed:
+        raise ArgumentError(f"{field}: expected one of {allowed}, got {value!r}")
     return value
 
 

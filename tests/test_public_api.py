@@ -45,6 +45,7 @@ CHECK_PARAMETERS = {
     "max_checks": 10,
     "log_once": True,
     "max_numel": 1_000_000,
+    "large": "sample",
     "include": (),
     "exclude": (),
     "modules": (),

@@ -390,7 +390,7 @@ def test_enabling_installs_neither_mode_nor_hook(log):
 
 DOCUMENTED_DEFAULTS = {
     "rtol": 1e-4, "atol": 1e-5, "max_checks": 10, "log_once": True, "path": None,
-    "criterion": "allclose",
+    "criterion": "allclose", "large": "skip",
 }  # fmt: skip
 
 
@@ -398,7 +398,8 @@ def test_parameters_and_defaults_are_the_documented_ones():
     parameters = inspect.signature(opcheck.enable_precision_check).parameters
     assert {name: item.default for name, item in parameters.items()} == DOCUMENTED_DEFAULTS
     assert [name for name, item in parameters.items() if item.kind is item.KEYWORD_ONLY] == [
-        "criterion"
+        "criterion",
+        "large",
     ]
 
 

@@ -50,6 +50,8 @@ def model() -> nn.Module:
         ("max_checks", -1, ArgumentError, ">= 0"),
         ("max_checks", 1.5, ArgumentTypeError, "1.5"),
         ("max_numel", None, ArgumentTypeError, "None"),
+        ("large", "some", ArgumentError, "'skip'"),
+        ("large", None, ArgumentTypeError, "None"),
         ("include", 7, ArgumentTypeError, "7"),
         ("exclude", ["add", 3], ArgumentTypeError, "3"),
         ("modules", [None], ArgumentTypeError, "None"),
@@ -154,7 +156,9 @@ def test_budget_is_per_signature(tmp_path):
 
 
 def test_a_large_call_is_skipped_and_does_not_consume_the_budget(tmp_path):
-    with opcheck.check(log_dir=tmp_path, quiet=True, max_checks=1, max_numel=24) as session:
+    with opcheck.check(
+        log_dir=tmp_path, quiet=True, max_checks=1, max_numel=24, large="skip"
+    ) as session:
         for _ in range(3):
             torch.exp(X.repeat(2, 1))
         torch.exp(X)
@@ -163,7 +167,7 @@ def test_a_large_call_is_skipped_and_does_not_consume_the_budget(tmp_path):
 
 
 def test_a_large_tensor_inside_a_list_counts(tmp_path):
-    with opcheck.check(log_dir=tmp_path, quiet=True, max_numel=24) as session:
+    with opcheck.check(log_dir=tmp_path, quiet=True, max_numel=24, large="skip") as session:
         torch._foreach_add([X, X.repeat(2, 1)], 1.0)
     assert session.coverage.skipped[opcheck.SkipReason.TOO_LARGE] == 2
 

@@ -1,0 +1,241 @@
+"""Calls above `max_numel`: what is looked at, that correct results pass, that faults are found.
+
+The border is set low, so that small tensors go the way of large ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import opcheck
+from opcheck.records import SkipReason, Verdict
+from tests.faults import planted
+
+FLOAT = torch.float32
+BFLOAT = torch.bfloat16
+
+
+def values(*shape, dtype=FLOAT, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def checked(tmp_path, step, **options):
+    options = {"max_numel": 10_000, "max_checks": None, **options}
+    with opcheck.check(log_dir=tmp_path, quiet=True, **options) as session:
+        step()
+    assert session.coverage.adds_up
+    return session
+
+
+def record_of(session, op):
+    (record,) = [item for item in session.records if item.op == f"aten.{op}"]
+    assert record.error is None, record.error
+    return record
+
+
+def in_place(x, change):
+    other = x.clone()
+    change(other)
+
+
+X, Y = values(300, 400), values(300, 400, seed=1)
+
+CLEAN = {
+    "add.Tensor": lambda x, y: x + y,
+    "mul.Tensor": lambda x, y: x.t() * y.t()[:, :1],
+    "gelu.default": lambda x, y: F.gelu(x),
+    "where.self": lambda x, y: torch.where(x > 0, x, y),
+    "masked_fill.Scalar": lambda x, y: x.masked_fill(y > 0, 2.0),
+    "add_.Tensor": lambda x, y: in_place(x, lambda z: z.add_(y, alpha=0.3)),
+    "mul_.Tensor": lambda x, y: in_place(x, lambda z: z.mul_(z)),
+    "_foreach_add_.List": lambda x, y: in_place(x, lambda z: torch._foreach_add_([z], [y])),
+    "zeros.default": lambda x, y: torch.zeros(300, 400, dtype=x.dtype),
+    "_softmax.default": lambda x, y: x.view(3, 100, 400).softmax(1),
+    "_log_softmax.default": lambda x, y: x.log_softmax(-1),
+    "cumsum.default": lambda x, y: x.cumsum(0),
+    "sum.dim_IntList": lambda x, y: x.sum(0),
+    "var.correction": lambda x, y: x.var(1),
+    "topk.default": lambda x, y: x.topk(5, 1),
+    "sort.default": lambda x, y: x.sort(0),
+    "argmax.default": lambda x, y: x.argmax(1),
+    "cat.default": lambda x, y: torch.cat([x, y[:, :7]], 1),
+    "native_layer_norm.default": lambda x, y: F.layer_norm(x, (400,), y[0], y[1]),
+    "embedding.default": lambda x, y: F.embedding(torch.arange(299, -1, -1), x),
+    "index.Tensor": lambda x, y: x[torch.arange(299, -1, -1)],
+    "index_add_.default": lambda x, y: in_place(
+        x, lambda z: z.index_add_(0, torch.arange(300) % 7, y)
+    ),
+    "bmm.default": lambda x, y: torch.bmm(x.view(4, 75, 400), y.view(4, 400, 75)),
+    "mm.default": lambda x, y: x @ y.t(),
+    "addmm.default": lambda x, y: torch.addmm(x[0, :300], x, y.t(), alpha=0.5, beta=2.0),
+    "baddbmm.default": lambda x, y: torch.baddbmm(
+        x[0, :75], x.view(4, 75, 400), y.view(4, 400, 75), beta=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, torch.float16], ids=str)
+@pytest.mark.parametrize("op", CLEAN)
+def test_a_correct_large_call_passes_and_says_what_was_looked_at(tmp_path, op, dtype):
+    x, y = X.to(dtype), Y.to(dtype)
+    session = checked(tmp_path, lambda: CLEAN[op](x, y))
+    record = record_of(session, op)
+    assert record.verdict is Verdict.PASS, record.reason
+    assert record.sample is not None
+    assert 0 < record.sample.share < 1
+    assert record.sample.num_elements > 0
+    assert session.verdict is Verdict.PASS
+    loaded = opcheck.load_run(tmp_path)
+    assert [item.sample for item in loaded.records] == [item.sample for item in session.records]
+
+
+def test_the_step_is_bit_for_bit_the_step_without(tmp_path):
+    def step():
+        x = X.clone()
+        x.add_(Y).mul_(x)
+        x.index_add_(0, torch.arange(300) % 7, Y)
+        return torch._foreach_mul([x, Y], 0.3)[0] @ Y.t()
+
+    plain, found = step(), []
+    checked(tmp_path, lambda: found.append(step()))
+    assert torch.equal(plain, found[0])
+
+
+def test_coverage_tells_covered_sampled_and_unseen_apart(tmp_path):
+    def step():
+        torch.exp(X[:20, :100])
+        torch.exp(X)
+
+    coverage = checked(tmp_path, step).coverage
+    assert coverage.elements_checked == 2000
+    assert 30_000 < coverage.elements_sampled < 40_000
+    assert coverage.elements_unseen == coverage.elements_seen - 2000 - coverage.elements_sampled
+    assert opcheck.load_run(tmp_path).coverage.elements_sampled == coverage.elements_sampled
+
+
+def test_the_sample_depends_on_the_seed_alone(tmp_path):
+    def worst(seed):
+        session = checked(tmp_path, lambda: torch.exp(X), seed=seed)
+        return record_of(session, "exp.default").metrics
+
+    assert worst(0) == worst(0)
+    assert worst(0) != worst(1)
+
+
+def test_the_users_generators_are_not_touched(tmp_path):
+    before = torch.get_rng_state()
+    checked(tmp_path, lambda: X @ Y.t())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_skip_counts_and_full_compares_every_element(tmp_path):
+    session = checked(tmp_path, lambda: torch.exp(X), large="skip")
+    assert session.coverage.skipped == {SkipReason.TOO_LARGE: 1}
+    session = checked(tmp_path, lambda: torch.exp(X), large="full")
+    assert record_of(session, "exp.default").sample is None
+    assert session.coverage.elements_checked == X.numel()
+
+
+def test_an_op_without_strategy_is_not_checkable(tmp_path):
+    square = X[:, :300] @ X[:, :300].t()
+    session = checked(tmp_path, lambda: torch.linalg.cholesky_ex(square))
+    assert session.coverage.skipped[SkipReason.NOT_CHECKABLE] >= 1
+    assert session.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_sampled_call_uses_up_the_budget_and_one_that_cannot_be_checked_does_not(tmp_path):
+    def step():
+        for _ in range(3):
+            torch.exp(X)
+
+    session = checked(tmp_path, step, max_checks=2)
+    assert session.coverage.checked == 2
+    assert session.coverage.skipped == {SkipReason.BUDGET_USED_UP: 1}
+
+
+# ---- faults ----
+
+
+def spoiled(change):
+    """A kernel whose result is changed in place."""
+
+    def make(original):
+        def kernel(*args, **kwargs):
+            out = original(*args, **kwargs)
+            change(out[0] if isinstance(out, (tuple, list)) else out)
+            return out
+
+        return kernel
+
+    return make
+
+
+def zero_tile(y):
+    y[100:132, 64:96] = 0
+
+
+def one_nan(y):
+    y.view(-1)[77_777 % y.numel()] = float("nan")
+
+
+def scaled(y):
+    y.add_(y, alpha=0.01)
+
+
+FAULTS = [
+    ("gelu", zero_tile, lambda: F.gelu(X)),
+    ("gelu", scaled, lambda: F.gelu(X)),
+    ("gelu", one_nan, lambda: F.gelu(X)),
+    ("exp", scaled, lambda: torch.exp(X.bfloat16())),
+    ("_softmax", zero_tile, lambda: X.softmax(-1)),
+    ("_softmax", one_nan, lambda: X.softmax(0)),
+    ("mul_.Tensor", scaled, lambda: X.clone().mul_(Y)),
+    ("_foreach_mul.Scalar", scaled, lambda: torch._foreach_mul([X, Y], 0.5)),
+    ("bmm", lambda y: y[1].zero_(), lambda: torch.bmm(X.view(4, 75, 400), Y.view(4, 400, 75))),
+    ("mm", zero_tile, lambda: X @ Y.t()),
+    ("native_layer_norm", zero_tile, lambda: F.layer_norm(X, (400,))),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "step"), FAULTS, ids=lambda item: getattr(item, "__name__", str(item))
+)
+def test_a_fault_in_a_large_result_is_found(tmp_path, op, change, step):
+    full = f"{op}" if "." in op else f"{op}.default"
+    with planted(f"aten.{full}", spoiled(change)):
+        session = checked(tmp_path, step)
+    assert record_of(session, full).verdict is Verdict.FAIL
+
+
+def test_the_worst_element_is_that_of_the_whole_result(tmp_path):
+    def change(y):
+        y[7::8, 11] = y[7::8, 11] + 3.0
+
+    with planted("aten.exp.default", spoiled(change)):
+        record = record_of(checked(tmp_path, lambda: torch.exp(X)), "exp.default")
+    row, column = record.metrics.worst_index
+    assert column == 11
+    assert row % 8 == 7
+    assert record.metrics.actual_at == pytest.approx(float(X[row, column].exp()) + 3.0)
+    assert f"element ({row}, {column})" in record.reason
+
+
+def test_an_in_place_op_is_judged_by_what_stood_there_before(tmp_path):
+    def twice(original):
+        return lambda x, y: original(original(x, y), y)
+
+    with planted("aten.mul_.Tensor", twice):
+        session = checked(tmp_path, lambda: X.clone().mul_(Y))
+    assert record_of(session, "mul_.Tensor").verdict is Verdict.FAIL
+
+
+def test_registered_kernels_skip_large_calls_unless_asked(tmp_path):
+    kernel = opcheck.checked_kernel("exp", lambda x: x * 0)
+    for large, skipped in (("skip", {SkipReason.TOO_LARGE: 1}), ("sample", {})):
+        opcheck.enable_precision_check(path=tmp_path / "kernels.log", large=large)
+        kernel(torch.ones(1_000_001))
+        opcheck.disable_precision_check()
+        assert opcheck.coverage().skipped == skipped
+    assert opcheck.coverage().failed == 1
