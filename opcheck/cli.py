@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opcheck.commandline import EXIT_USAGE, run_command
+from opcheck.errors import LogReadError, PlotError
 from opcheck.logfile import Progress
 from opcheck.printing import Style, style_for
 from opcheck.records import EXIT_STATUS, PHASES
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _review(chosen: argparse.Namespace) -> int:
+    from opcheck.blame import render_blame
     from opcheck.export import run_json, run_markdown
     from opcheck.report import op_table, render
     from opcheck.review import Filter, load_run
@@ -43,8 +45,11 @@ def _review(chosen: argparse.Namespace) -> int:
     status = EXIT_STATUS[run.verdict]
     if chosen.call is not None:
         return _call(chosen, run, status)
+    if chosen.plot is not None and not chosen.blame:
+        raise PlotError("--plot draws the errors along a step; give --blame, too")
+    blame = _blame(chosen, run) if chosen.blame else {}
     if chosen.json:
-        _print_json(run_json(run, sort=chosen.sort))
+        _print_json({**run_json(run, sort=chosen.sort), **blame})
         return status
     if chosen.markdown:
         print(run_markdown(run))
@@ -54,8 +59,25 @@ def _review(chosen: argparse.Namespace) -> int:
     if chosen.tree:
         table.insert(0, style.paint("modules (numbers include the children)", "bold"))
     tables = [table, _other_runs(run, style)]
+    if chosen.blame:
+        tables = [*render_blame(run, style), _other_runs(run, style)]
     print(render(run, style=style, log_path=chosen.log, tables=tables, run_option=chosen.run or ""))
     return status
+
+
+def _blame(chosen: argparse.Namespace, run: Any) -> dict[str, Any]:
+    """What `--blame` adds to the JSON, after the picture has been drawn."""
+    from opcheck.blame import blame_json, blame_step
+
+    found = blame_step(run)
+    if found is None:
+        text = "its records do not say where errors came from; check with blame=True"
+        raise LogReadError(f"{chosen.log}: {text}")
+    if chosen.plot is not None:
+        from opcheck.blameplot import save_plot
+
+        save_plot(found, Path(chosen.plot))
+    return {"blame": blame_json(run)}
 
 
 def _call(chosen: argparse.Namespace, run: Any, status: int) -> int:
@@ -150,7 +172,7 @@ def _demo(chosen: argparse.Namespace) -> int:
 
 _RUN_OPTIONS = (
     "log_dir", "rtol", "atol", "criterion", "max_checks", "max_numel", "large", "include",
-    "exclude", "modules", "start_step", "num_steps",
+    "exclude", "modules", "start_step", "num_steps", "blame", "repeat",
 )  # fmt: skip
 
 
@@ -254,6 +276,14 @@ def _add_review(commands: Any) -> None:
         help="order of the ops (default: first divergence first)",
     )
     parser.add_argument("--tree", action="store_true", help="the modules as a tree")
+    parser.add_argument(
+        "--blame", action="store_true", help="errors born, inherited, amplified; along the step"
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="with --blame: a picture (.png, .svg, .pdf) that is not there",
+    )
     parser.add_argument("--call", type=_count, metavar="N", help="one call in full")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true")
@@ -314,6 +344,11 @@ def _add_run(commands: Any) -> None:
         parser.add_argument(name, action="append", metavar="GLOB", default=unset, help=text)
     parser.add_argument("--start-step", type=_count, metavar="N", default=unset)
     parser.add_argument("--num-steps", type=_count, metavar="N", default=unset)
+    for name, text in (
+        ("--blame", "tell errors born in a call from inherited ones"),
+        ("--repeat", "run kernels twice: do they give the same bits"),
+    ):
+        parser.add_argument(name, action="store_true", default=unset, help=text)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER)
 

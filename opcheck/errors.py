@@ -7,6 +7,7 @@
     ├── ArgumentError           (ValueError) an argument has a value that is not allowed
     ├── ArgumentTypeError       (TypeError)  an argument has a type that is not allowed
     ├── LogWriteError           (OSError)    a log cannot be opened or written
+    ├── PlotError               a picture cannot be drawn or written
     └── LogReadError            (ValueError) a log cannot be read
         └── SchemaVersionError  it was written by a newer version than this one
 """
@@ -24,6 +25,7 @@ __all__ = [
     "LogReadError",
     "LogWriteError",
     "OpcheckError",
+    "PlotError",
     "PrecisionError",
     "SchemaVersionError",
 ]
@@ -55,6 +57,10 @@ class ArgumentTypeError(OpcheckError, TypeError):
 
 class LogWriteError(OpcheckError, OSError):
     """A log file cannot be opened or written."""
+
+
+class PlotError(OpcheckError):
+    """A picture cannot be drawn or written; the message says what is missing."""
 
 
 class LogReadError(OpcheckError, ValueError):

@@ -28,6 +28,8 @@ _ASCII = {
     "├─ ": "|- ",
     "└─ ": "`- ",
     "│  ": "|  ",
+    "█": "#",
+    "●": "o",
 }
 
 
@@ -192,7 +194,7 @@ def style_for(
 
 def _speaks_unicode(stream: TextIO | None) -> bool:
     try:
-        "…├─└│←".encode(getattr(stream or sys.stdout, "encoding", None) or "utf-8")
+        "…├─└│←█●".encode(getattr(stream or sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -220,6 +220,14 @@ def call_lines(record: OpRecord, style: Style) -> list[str]:
     if metrics.expected_rms is not None:
         documented += f"; rms of the expected values {metrics.expected_rms:.3e}"
     lines += _field("errors", documented, style)
+    if record.blame is not None:
+        blame = record.blame
+        text = f"{blame.word}: born here {blame.born:.2e}, inherited {blame.inherited:.2e}, total"
+        text += f" {blame.total:.2e}, in the worst input {blame.inputs:.2e} (shares of the expected"
+        lines += _field("blame", style.text(f"{text} size)"), style)
+    if record.repeats is not None:
+        text = "gave the same bits again" if record.repeats else "did NOT give the same bits again"
+        lines += _field("repeat", text, style)
     for name, values in (("inputs", record.inputs), ("outputs", record.outputs)):
         lines += _field(name, style.text(", ".join(values)), style)
     judged = f"{record.criterion}, against {record.reference}"
@@ -437,6 +445,8 @@ def _next(run: Run, style: Style, log_path: str | Path | None, run_option: str) 
     if first is not None:
         lines.append(f"  opcheck review {log} --call {first.index}")
     lines.append(f"  opcheck review {log} --tree")
+    if run.coverage.shadow:
+        lines.append(f"  opcheck review {log} --blame --plot growth.svg")
     if run.coverage.skipped.get(SkipReason.BUDGET_USED_UP) and run.verdict is not Verdict.FAIL:
         lines.append("  max_checks=None checks every call")
     return lines

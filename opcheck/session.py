@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable
@@ -13,11 +14,13 @@ from loguru import logger
 from torch import nn
 
 from opcheck import _torch
+from opcheck.blame import render_blame
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentTypeError, PrecisionError
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
+from opcheck.printing import style_for
 from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.report import one_line, render
 from opcheck.review import Run
@@ -168,7 +171,11 @@ class Session:
 
     def report(self, *, width: int | None = None) -> str:
         """The findings for a person, as text of at most `width` columns."""
-        text = render(self._run(), width=width, log_path=self.log_path)
+        run, style = self._run(), style_for(sys.stdout, width=width, color=False)
+        tables = render_blame(run, style) if self.settings.blame else []
+        text = render(run, style=style, log_path=self.log_path, tables=tables)
+        if self._pipeline.shadow_problem:
+            text += f"\n\nopcheck's own error in the shadow:\n{self._pipeline.shadow_problem}"
         problem = self._files.problem
         return f"{text}\n\nthe log is incomplete: {problem}" if problem else text
 

@@ -295,3 +295,13 @@ def test_without_blame_nothing_is_carried(tmp_path):
         nn.functional.gelu(X).sum()
     assert {record.blame for record in session.records} == {None}
     assert session.coverage.shadow == {}
+
+
+def test_report_has_the_blame_and_no_line_beyond_the_width(tmp_path):
+    workload = models.transformer(layers=2)
+    with gelu_wrong_in_call(2):
+        session = blamed(workload.step, tmp_path, workload.model)
+    text = session.report(width=80)
+    assert "origin     gelu in blocks.1.mlp.act, forward" in text
+    text = text[: text.index("\nnext\n")]  # commands are not cut
+    assert max(map(len, text.splitlines())) <= 80

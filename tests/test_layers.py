@@ -30,10 +30,19 @@ LAYERS = {
         {"index_rules", "interval", "mirrors", "reconstruct", "review", "slices"},
         {"large_table", "projection", "verdicts"},
         {"compare", "merging", "report", "rundiff"},
-        {"export", "kernel_inputs", "nonfinite", "repro_limits", "sampled", "shadow", "tree"},
+        {
+            "blame",
+            "export",
+            "kernel_inputs",
+            "nonfinite",
+            "repro_limits",
+            "sampled",
+            "shadow",
+            "tree",
+        },
         {"products"},
         {"large"},
-        {"pipeline", "rundiff_report"},
+        {"blameplot", "pipeline", "rundiff_report"},
         {"kernelcheck", "session"},
         {"registrar"},
         {"__init__"},
@@ -78,7 +87,17 @@ LAYERS = {
         {"__main__"},
     ),
 }
-READING_SIDE = ("errors", "records", "logfile", "review", "report", "merging", "rundiff", "tree")
+READING_SIDE = (
+    "errors",
+    "records",
+    "logfile",
+    "review",
+    "report",
+    "merging",
+    "rundiff",
+    "tree",
+    "blame",
+)
 
 
 def sources(package: str) -> dict[str, Path]:
