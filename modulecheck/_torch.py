@@ -30,6 +30,7 @@ __all__ = [
     "next_sequence_nr",
     "no_modes",
     "not_by_dynamo",
+    "own_class",
     "queue_after_backward",
     "random_as_eager",
     "recompile_limit_hits",
@@ -133,6 +134,12 @@ def is_fsdp2(module: nn.Module) -> bool:
     """`fully_shard` was applied to it: hooks of its own gather its parameters and free them."""
     home = sys.modules.get("torch.distributed.fsdp")
     return home is not None and isinstance(module, home.FSDPModule)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The user's class, which `fully_shard` has replaced by one of its own."""
+    kind = type(module)
+    return kind.__mro__[2] if is_fsdp2(module) else kind
 
 
 def is_gathered(module: nn.Module) -> bool:

@@ -47,6 +47,7 @@ class ModuleCall:
         self.closed = False
         self.error: str | None = None
         self._recorder = recorder
+        self._offered: set[Key] = set()
         self._pairs = Pairs(rule, golden_always=golden_always)
         self._open: list[str] = []
         self._note = ""
@@ -187,7 +188,8 @@ class ModuleCall:
 
     def _record(self, sources: list[Key], grads: list[Tensor]) -> None:
         """Hand a failing call on, as long as everything that it used is there."""
-        failed = self._pairs.failed
+        failed = [item for item in self._pairs.failed if item.key not in self._offered]
+        self._offered.update(item.key for item in failed)
         if not failed or self._recorder is None or self.snapshot is None:
             return
         self._recorder.offer(

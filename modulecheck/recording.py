@@ -86,11 +86,12 @@ class RecordedCall:
             backend: of `torch.compile`.
             fqn: of the module in the model, where that is not its name.
         """
+        kind = _torch.own_class(module)
         with _torch.no_modes():
             return cls(
                 name=name,
                 fqn=name if fqn is None else fqn,
-                kind=f"{type(module).__module__}:{type(module).__qualname__}",
+                kind=f"{kind.__module__}:{kind.__qualname__}",
                 module=module,
                 index=index,
                 snapshot=snapshot,

@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from modulecheck.culprit import Culprit
 from modulecheck.results import CompareResult, ModuleDiff, TensorDiff
 from opcheck.errors import LogWriteError
 from opcheck.printing import visible
 from opcheck.records import Verdict
 
-__all__ = ["CSV_FIELDS", "csv_rows", "print_report", "report_lines", "write_csv"]
+__all__ = ["CSV_FIELDS", "csv_rows", "drilldown_lines", "print_report", "report_lines", "write_csv"]
 
 CSV_FIELDS = (
     "module_name",
@@ -65,6 +66,7 @@ def report_lines(result: CompareResult, *, collapse: bool = False) -> Iterator[s
     yield f"  RESULT: {_outcome(result)}"
     yield _WIDE
     yield from _tail(result)
+    yield from drilldown_lines(result)
 
 
 def _head(result: CompareResult) -> Iterator[str]:
@@ -205,6 +207,48 @@ def _reason(diff: ModuleDiff, phase: str) -> str:
                 label = item.name or f"[{index}]"
                 return f"{where}{kind} {label}: {item.reason or 'outside allclose'}"
     return ""
+
+
+# ---- drill-down ---------------------------------------------------------------------------------
+
+
+def drilldown_lines(result: CompareResult) -> Iterator[str]:
+    """The section of a drill-down; nothing where there was none."""
+    if not result.culprits:
+        return
+    yield ""
+    yield "  DRILL-DOWN"
+    yield _RULE
+    for culprit in result.culprits:
+        marker = _MARKER[Verdict.FAIL if culprit.reproduced else Verdict.INCONCLUSIVE]
+        yield f"  {marker}  {visible(culprit.module or ROOT)} ({culprit.phase})"
+        for label, text in _facts(culprit):
+            yield f"        {label:<8} {visible(text)}"
+
+
+def _facts(culprit: Culprit) -> Iterator[tuple[str, str]]:
+    facts = [
+        ("stage", culprit.stage),
+        ("kernel", culprit.kernel),
+        ("op", f"{culprit.op}  (node {culprit.node})" if culprit.node else culprit.op),
+        ("also in", ", ".join(culprit.other_ops)),
+        ("tensor", culprit.tensor),
+        ("line", culprit.source),
+        ("error", _error(culprit)),
+        ("why", culprit.explanation),
+        *(("advice", text) for text in culprit.advice),
+        ("missing", culprit.not_reached.strip().split("\n")[-1]),
+        ("repro", culprit.repro),
+    ]
+    return ((label, text) for label, text in facts if text)
+
+
+def _error(culprit: Culprit) -> str:
+    metrics = culprit.metrics
+    if not metrics.num_elements:
+        return ""
+    out = f", {metrics.num_out} of {metrics.num_elements} elements" if metrics.num_out else ""
+    return f"max_abs={metrics.max_abs:.3e}  max_rel={metrics.max_rel:.3e}{out}"
 
 
 # ---- CSV ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modulecheck.culprit import Culprit
 from modulecheck.plain import from_plain, to_plain
 from modulecheck.recorded_files import calls_from_file, calls_to_file
 from modulecheck.recording import RecordedCall
@@ -174,6 +175,9 @@ class CompareResult:
         default_factory=list, repr=False, compare=False, metadata={"plain": False}
     )
     """Failing calls with all that a drill-down needs, at most one a module and phase."""
+
+    culprits: list[Culprit] = field(default_factory=list)
+    """What a drill-down found, first divergence first."""
 
     # ---- files ----
 

@@ -178,6 +178,17 @@ def described(results: list[CompareResult]) -> dict[str, Any]:
             for _, _, item in diff.tensors()
             for note in item.notes
         ],
+        "recorded": [
+            [
+                call.name,
+                call.kind,
+                list(call.phases),
+                all(type(item) in (Tensor, nn.Parameter) for item in call.parameters.values()),
+                [list(item.shape) for item in call.parameters.values()],
+                len(call.grads),
+            ]
+            for call in results[0].recordings
+        ],
         "compared": {diff.name: diff.compared for diff in results[0].diffs},
         "param_grads": {diff.name: len(diff.param_grads or ()) for diff in results[0].diffs},
     }

@@ -53,9 +53,12 @@ LAYERS = {
     "modulecheck": (
         {
             "_torch",
+            "budget",
             "compared",
+            "culprit",
             "graphs",
             "plain",
+            "progress",
             "tensor_report",
             "tensor_rule",
             "tensor_values",
@@ -74,6 +77,7 @@ LAYERS = {
         {"goldens", "hooks", "tensor_dump", "tensor_files", "tensor_judge", "tensor_names"},
         {"recording", "watching"},
         {"recorded_files"},
+        {"binding"},
         {"results"},
         {"pairing", "tensor_registry"},
         {"comparing"},

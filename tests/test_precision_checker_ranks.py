@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compiled import CXX
+from tests.compiled import CXX, MARK
 from tests.on_ranks import run
 from tests.ranks_steps import CLEAN
 
@@ -63,6 +63,19 @@ def test_a_fault_on_one_rank_is_found_there_alone(name, phase, faulty):
     found = faulty[1][f"{name} {phase}"]
     assert found["verdicts"][0] == "FAIL"
     assert found["suspects"] == [["blocks.1", phase]]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_failing_call_is_recorded_with_full_plain_parameters(name, phase, faulty):
+    assert faulty[0][f"{name} {phase}"]["recorded"] == []
+    first = faulty[1][f"{name} {phase}"]["recorded"][0]
+    where, kind, phases, plain, shapes, num_grads = first
+    assert (where, kind) == ("blocks.1", "tests.compiled:Block")
+    assert phase in phases
+    assert plain
+    assert shapes == [[16], [16], [MARK, 16], [MARK], [16, MARK], [16]]
+    assert num_grads == (phase == "backward" or name == "ddp")
 
 
 def test_one_rank_may_check_alone_since_checking_adds_no_collective(uneven):
