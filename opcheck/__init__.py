@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         LogWriteError,
         OpcheckError,
         PrecisionError,
+        ReproError,
         SchemaVersionError,
     )
     from opcheck.records import Coverage, Metrics, OpRecord, SkipReason, Verdict
@@ -46,6 +47,7 @@ _HOME = {
     "LogWriteError": "errors",
     "OpcheckError": "errors",
     "PrecisionError": "errors",
+    "ReproError": "errors",
     "SchemaVersionError": "errors",
     "Coverage": "records",
     "Metrics": "records",
@@ -74,6 +76,7 @@ __all__ = [
     "OpcheckError",
     "PrecisionCheckRegister",
     "PrecisionError",
+    "ReproError",
     "Run",
     "SchemaVersionError",
     "Session",

@@ -63,6 +63,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unwraps_itself",
+    "without_modes",
     "without_modes_above",
 ]
 
@@ -163,6 +164,16 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
 
 
 @contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Nobody's dispatch mode sees what runs in here; kernels are those that are registered."""
+    if not mode_stack_length():
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
 def without_modes_above(mode: TorchDispatchMode) -> Iterator[Callable[[], None]]:
     """Take the modes that were entered after `mode` off the stack for a moment.
 
@@ -246,6 +257,8 @@ class KernelTable:
     """
 
     def __init__(self) -> None:
+        self.registrants: dict[str, str] = {}
+        """Op -> Python module that registered another kernel for it, where that is known."""
         self._kernels: dict[str, Any] = {}
         self._debug: dict[str, str] = {}
         self._overridden: frozenset[str] = frozenset()
@@ -255,8 +268,15 @@ class KernelTable:
             for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
                 self.note(name)
 
-    def note(self, name: str) -> None:
-        """Take the kernel of an op that was defined after this table, before it is covered."""
+    def note(self, name: str, *, registrant: str = "") -> None:
+        """Take the kernel of an op that was defined after this table, before it is covered.
+
+        Args:
+            name: `aten::gelu`.
+            registrant: the Python module whose kernel is about to cover it.
+        """
+        if registrant:
+            self.registrants[name] = registrant
         if name in self._kernels:
             return
         kernel = _cpu_kernel(name)
@@ -307,6 +327,20 @@ class KernelTable:
         if name.startswith("aten::"):
             return not _in_tree(debug)
         return debug != self._debug.get(name, debug)
+
+    def registered(self, name: str, device_type: str = "cpu") -> str:
+        """Where the kernel of an op that is not torch's own was registered; "" if it is torch's.
+
+        For one registered from Python, file and line of the `torch.library.Library`.
+        """
+        try:
+            kernel = torch.library.get_kernel(name, dispatch_key_of(device_type))
+        except RuntimeError:
+            return ""
+        debug = repr(kernel)
+        if _in_tree(debug) or debug == self._debug.get(name):
+            return ""
+        return debug.partition("debug='")[2].rstrip("')").splitlines()[0]
 
 
 def _in_tree(debug: str) -> bool:

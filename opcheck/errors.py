@@ -8,6 +8,7 @@
     ├── ArgumentTypeError       (TypeError)  an argument has a type that is not allowed
     ├── LogWriteError           (OSError)    a log cannot be opened or written
     ├── PlotError               a picture cannot be drawn or written
+    ├── ReproError              a reproducer or a recorded call cannot be written or read
     └── LogReadError            (ValueError) a log cannot be read
         └── SchemaVersionError  it was written by a newer version than this one
 """
@@ -27,6 +28,7 @@ __all__ = [
     "OpcheckError",
     "PlotError",
     "PrecisionError",
+    "ReproError",
     "SchemaVersionError",
 ]
 
@@ -61,6 +63,10 @@ class LogWriteError(OpcheckError, OSError):
 
 class PlotError(OpcheckError):
     """A picture cannot be drawn or written; the message says what is missing."""
+
+
+class ReproError(OpcheckError):
+    """A reproducer or a recorded call cannot be written or read; the message says why."""
 
 
 class LogReadError(OpcheckError, ValueError):

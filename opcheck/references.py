@@ -124,7 +124,33 @@ class Reference:
 
     # ---- arguments ----
 
+    def golden_arguments(self) -> tuple[Bound, dict[int, Tensor], list[Tensor]]:
+        """What the golden is given, by parameter name.
+
+        Returns:
+            The arguments; id of a widened tensor -> the tensor of the call that it was; all
+            widened tensors, which have to live as long as their ids are used.
+        """
+        origins: dict[int, Tensor] = {}
+        alive: list[Tensor] = []
+
+        def convert(param: Param, tensor: Tensor) -> Tensor:
+            wide = self._widen(param, tensor)
+            origins[id(wide)] = tensor
+            alive.append(wide)
+            return wide
+
+        bound, _ = self._bind(convert, adjust=True)
+        return bound, origins, alive
+
     def _run(self, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool = False) -> Result:
+        bound, written = self._bind(convert, adjust=adjust)
+        args, kwargs = _spread(self.call.traits.params, bound)
+        return Result(self.run(args, kwargs), written)
+
+    def _bind(
+        self, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool
+    ) -> tuple[Bound, list[Any]]:
         call = self.call
         call.wide_storages.clear()
         bound: Bound = {}
@@ -139,8 +165,7 @@ class Reference:
             rule = ADJUST.get(call.traits.base)
             if rule is not None:
                 rule(call, bound)
-        args, kwargs = _spread(call.traits.params, bound)
-        return Result(self.run(args, kwargs), written)
+        return bound, written
 
     def _convert(
         self, param: Param, value: Any, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool

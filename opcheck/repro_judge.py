@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["judge", "results"]
+__all__ = ["judge", "results", "verdict"]
 
 # ---- copied from here on ----
 
@@ -51,6 +51,18 @@ def kind_of(number: float, overflow: float = math.inf) -> str:
     if number != number:
         return "nan"
     return "inf" if number >= overflow else "-inf" if number <= -overflow else "finite"
+
+
+def verdict(
+    limits: list[dict[str, Any]], actual: list[Any], expected: list[Any], beside: list[Any]
+) -> int:
+    """Judge every result; the exit status."""
+    if len(actual) != len(limits):
+        print(f"{len(actual)} results, expected {len(limits)}: FAULT")
+        return 1
+    found = [judge(*row) for row in zip(limits, actual, expected, beside, strict=True)]
+    print("the fault is there" if any(found) else "the fault is not there")
+    return int(any(found))
 
 
 def judge(limit: dict[str, Any], actual: Any, expected: Any, beside: Any = None) -> bool:

@@ -35,6 +35,8 @@ class Observer(Protocol):
 class _Local(threading.local):
     announced: tuple[Any, tuple[Call | bool, ...]] | None = None
     """Overload that is being dispatched in this thread, and what its observers made of it."""
+    silenced = False
+    """Kernels of this thread run for our own purposes and report to nobody."""
 
 
 class KernelSwitch:
@@ -107,6 +109,21 @@ class KernelSwitch:
             yield
         finally:
             local.announced = before
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Kernels that this thread runs in here are not checked, counted or logged."""
+        local = self._local
+        before, local.silenced = local.silenced, True
+        try:
+            yield
+        finally:
+            local.silenced = before
+
+    @property
+    def is_silenced(self) -> bool:
+        """In this thread."""
+        return self._local.silenced
 
     def take_announced(self, func: Any) -> tuple[Call | bool, ...] | None:
         """What observers made of the running call of `func`, once; None when nobody saw it."""

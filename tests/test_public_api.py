@@ -23,6 +23,7 @@ PUBLIC = {
     "OpcheckError",
     "PrecisionCheckRegister",
     "PrecisionError",
+    "ReproError",
     "Run",
     "SchemaVersionError",
     "Session",

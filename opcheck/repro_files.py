@@ -1,0 +1,87 @@
+"""A reproducer on disk: a Python file and, where it needs one, a file of tensors; both or none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from opcheck.errors import ReproError
+
+__all__ = ["MIB", "free_stem", "write_atomically", "write_repro"]
+
+MIB = 1 << 20
+MAX_STEM = 120
+"""Characters of a file name, its suffix aside."""
+
+
+def free_stem(folder: Path, *parts: str) -> str:
+    """A name for a new file, made of safe characters, that no file in the folder has."""
+    text = "_".join(re.sub(r"[^\w.-]", "_", part).strip(".") for part in parts if part)
+    stem = text[:MAX_STEM] or "repro"
+    name, number = stem, 1
+    while any((folder / f"{name}{suffix}").exists() for suffix in (".py", ".pt")):
+        number += 1
+        name = f"{stem}-{number}"
+    return name
+
+
+def write_repro(
+    folder: Path, stem: str, text: str, tensors: Mapping[str, Tensor], *, max_mb: float
+) -> Path:
+    """Write both files; the Python file appears last, so that one that is there is complete.
+
+    Args:
+        folder: made when missing.
+        stem: of both names.
+        text: of the Python file.
+        tensors: of the other one; none: there is no other one.
+        max_mb: of the tensors, in MiB.
+
+    Raises:
+        ReproError: too large, or it cannot be written; nothing is left behind.
+    """
+    size = sum(item.numel() * item.element_size() for item in tensors.values())
+    if size > max_mb * MIB:
+        raise ReproError(
+            f"{stem}: its tensors take {size / MIB:.1f} MiB, more than repro_max_mb={max_mb:g}"
+        )
+    script = folder / f"{stem}.py"
+    beside = folder / f"{stem}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if tensors:
+            write_atomically(beside, lambda file: torch.save(dict(tensors), file))
+        try:
+            write_atomically(script, lambda file: file.write(text.encode()))
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when a disk is full
+        raise ReproError(f"{script}: cannot be written: {error}") from error
+    return script
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write beside the path, then rename: the path has all of it or is as it was.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
