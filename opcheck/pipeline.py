@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,19 @@ class _Held:
     compared: int
 
 
+class CallKeeper(Protocol):
+    """Who keeps calls beyond their records."""
+
+    def judged(self, call: Call, out: Any, record: OpRecord, *, is_open: bool) -> None:
+        """A call was judged, and its tensors are still there; may not raise.
+
+        Where it is open its record passes now and may yet become a FAIL.
+        """
+
+    def concluded(self, record: OpRecord) -> None:
+        """The record of a call is final. May not raise."""
+
+
 class Pipeline:
     """One per session; `before`, `after` and `raised` are what the mode calls."""
 
@@ -61,6 +74,7 @@ class Pipeline:
         rank: int,
         emit: Callable[[OpRecord], None],
         policy: Policy | None = None,
+        keepers: tuple[CallKeeper, ...] = (),
     ) -> None:
         self.ledger = Ledger()
         self.step = 0
@@ -71,6 +85,7 @@ class Pipeline:
         self._run_id = run_id
         self._rank = rank
         self._emit = emit
+        self._keepers = keepers
         self._shadow = _shadow_of(settings)
 
     # ---- told by the mode ----
@@ -276,12 +291,16 @@ class Pipeline:
                 found = replace(found, notes=(*found.notes, note))
             record = self._record(call, out, found, judged.label, rtol, atol)
             record = replace(record, blame=blame) if blame is not None else record
-        item = _Held(record, call.site, call.signature, found.compared)
+        self._judged(call, out, _Held(record, call.site, call.signature, found.compared), held=held)
+        return None
+
+    def _judged(self, call: Call, out: Any, item: _Held, *, held: bool) -> None:
+        for keeper in self._keepers:
+            keeper.judged(call, out, item.record, is_open=held)
         if held:
             call.frame.held.append(item)
         else:
             self._finish(item)
-        return None
 
     def _compared(
         self, call: Call, out: Any, rtol: float, atol: float
@@ -353,6 +372,8 @@ class Pipeline:
             sampled=record.sample is not None and not record.sample.covers_all,
         )
         self._policy.judged(record)
+        for keeper in self._keepers:
+            keeper.concluded(record)
         self._emit(record)
 
     # ---- non-finite origins ----

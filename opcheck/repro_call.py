@@ -182,7 +182,7 @@ class _Writer:
             "reason": record.reason,
             "metrics": _spell_metrics(record.metrics),
             "inputs": ", ".join(record.inputs),
-            "here": shrunk,
+            "shrunk": shrunk,
             "judged by": f"{record.criterion}, reference: {record.reference}",
             "notes": "; ".join(record.notes),
         }

@@ -33,7 +33,7 @@ def free_stem(folder: Path, *parts: str) -> str:
 
 
 def write_repro(
-    folder: Path, stem: str, text: str, tensors: Mapping[str, Tensor], *, max_mb: float
+    folder: Path, stem: str, text: str, tensors: Mapping[str, Tensor], *, max_bytes: int
 ) -> Path:
     """Write both files; the Python file appears last, so that one that is there is complete.
 
@@ -42,15 +42,16 @@ def write_repro(
         stem: of both names.
         text: of the Python file.
         tensors: of the other one; none: there is no other one.
-        max_mb: of the tensors, in MiB.
+        max_bytes: of the tensors.
 
     Raises:
         ReproError: too large, or it cannot be written; nothing is left behind.
     """
     size = sum(item.numel() * item.element_size() for item in tensors.values())
-    if size > max_mb * MIB:
+    if size > max_bytes:
         raise ReproError(
-            f"{stem}: its tensors take {size / MIB:.1f} MiB, more than repro_max_mb={max_mb:g}"
+            f"{stem}: its tensors take {size / MIB:.1f} MiB, more than max_repro_bytes={max_bytes}"
+            f" ({max_bytes / MIB:.1f} MiB)"
         )
     script = folder / f"{stem}.py"
     beside = folder / f"{stem}.pt"
@@ -63,6 +64,8 @@ def write_repro(
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
+        if not tensors:  # of a larger one with this name, which is replaced
+            beside.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when a disk is full
         raise ReproError(f"{script}: cannot be written: {error}") from error
     return script

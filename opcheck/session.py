@@ -8,6 +8,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from loguru import logger
@@ -23,8 +24,17 @@ from opcheck.pipeline import Pipeline
 from opcheck.printing import style_for
 from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.report import one_line, render
+from opcheck.repro import ReproKeeper
 from opcheck.review import Run
-from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, DEFAULT_SHADOW_BYTES, Settings
+from opcheck.settings import (
+    DEFAULT_ATOL,
+    DEFAULT_REPRO_BYTES,
+    DEFAULT_REPRO_SECONDS,
+    DEFAULT_REPROS,
+    DEFAULT_RTOL,
+    DEFAULT_SHADOW_BYTES,
+    Settings,
+)
 from opcheck.sinks import LogFiles, log_names
 from opcheck.switch import SWITCH
 
@@ -56,6 +66,10 @@ def check(
     blame: bool = False,
     repeat: bool = False,
     max_shadow_bytes: int = DEFAULT_SHADOW_BYTES,
+    repro_dir: str | os.PathLike[str] | None = None,
+    repro_seconds: float = DEFAULT_REPRO_SECONDS,
+    max_repros: int = DEFAULT_REPROS,
+    max_repro_bytes: int = DEFAULT_REPRO_BYTES,
 ) -> Session:
     """Check every ATen op of the code in the `with` block against the CPU in float64.
 
@@ -87,6 +101,13 @@ def check(
             second time on the same inputs, and report what does not give the same bits.
         max_shadow_bytes: memory that the shadow may hold; what was not used for longest goes
             first, and the report says so.
+        repro_dir: save the first failing call of each op, module and phase in this folder, as a
+            Python file that runs with torch alone. Its arguments are copied in the step; on
+            leaving the context the kernel runs again on smaller ones, as long as it fails.
+        repro_seconds: for making the arguments smaller, all calls of one exit together; 0 saves
+            them as they were.
+        max_repros: how many are saved; the report counts the others.
+        max_repro_bytes: of arguments held during the step, and of the tensors of one reproducer.
 
     Returns:
         A context manager that is its own result; it may be entered again for the next step.
@@ -105,6 +126,8 @@ def check(
         log_once=log_once, max_numel=max_numel, large=large, include=include, exclude=exclude,
         modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
         seed=seed, quiet=quiet, blame=blame, repeat=repeat, max_shadow_bytes=max_shadow_bytes,
+        repro_dir=repro_dir, repro_seconds=repro_seconds, max_repros=max_repros,
+        max_repro_bytes=max_repro_bytes,
     )  # fmt: skip
     return Session(model, settings)
 
@@ -117,6 +140,7 @@ class Session:
         failures: the FAIL records, first divergence first.
         coverage: what became of every call; `seen == checked + sum(skipped) + errors`.
         verdict: PASS, FAIL or INCONCLUSIVE.
+        repros: the reproducers that were written, with `repro_dir`.
     """
 
     def __init__(self, model: nn.Module | None, settings: Settings) -> None:
@@ -140,9 +164,13 @@ class Session:
             on_module_end=self._module_ended,
             on_crash=self._crashed_in,
         )
-        self._pipeline = Pipeline(
-            settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep
+        self._repros = (
+            None if settings.repro_dir is None else ReproKeeper(settings.repro_dir, settings)
         )
+        self._pipeline = Pipeline(
+            settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep,
+            keepers=() if self._repros is None else (self._repros,),
+        )  # fmt: skip
 
     # ---- results ----
 
@@ -174,10 +202,26 @@ class Session:
         run, style = self._run(), style_for(sys.stdout, width=width, color=False)
         tables = render_blame(run, style) if self.settings.blame else []
         text = render(run, style=style, log_path=self.log_path, tables=tables)
-        if self._pipeline.shadow_problem:
-            text += f"\n\nopcheck's own error in the shadow:\n{self._pipeline.shadow_problem}"
+        lines = [*self._saved(), *self._problems()]
+        return "\n".join([text, "", *lines]) if lines else text
+
+    @property
+    def repros(self) -> list[Path]:
+        """The reproducers that were written, first divergence first."""
+        paths = self._repros.paths if self._repros is not None else {}
+        return [paths[index] for index in sorted(paths)]
+
+    def _saved(self) -> list[str]:
+        if self._repros is None:
+            return []
+        lines = [f"reproducer: {path}" for path in self.repros]
+        return [*lines, *(f"reproducers: {note}" for note in self._repros.notes)]
+
+    def _problems(self) -> list[str]:
         problem = self._files.problem
-        return f"{text}\n\nthe log is incomplete: {problem}" if problem else text
+        found = [f"the log is incomplete: {problem}"] if problem else []
+        shadow = self._pipeline.shadow_problem
+        return [*found, f"opcheck's own error in the shadow:\n{shadow}"] if shadow else found
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -229,6 +273,8 @@ class Session:
             exits.callback(self._write_coverage)
         if is_fork:  # the parent tells of it
             return
+        if self._repros is not None:
+            self._repros.write(may_shrink=kind is None)
         if not self.settings.quiet:
             self._say()
         if kind is None:
@@ -259,6 +305,8 @@ class Session:
             line = one_line(run, self.log_path)
         except Exception as error:  # noqa: BLE001 - our crash must not be the user's
             level, line = "WARNING", f"opcheck: INCONCLUSIVE; summing up crashed: {error!r}"
+        if self.repros:
+            line += f"; {len(self.repros)} reproducers in {self.settings.repro_dir}"
         if self._files.problem:
             line += f" (the log is incomplete: {self._files.problem})"
         logger.bind(opcheck=self.run_id).log(level, line)

@@ -27,6 +27,12 @@ DEFAULT_RTOL = 1e-4
 DEFAULT_ATOL = 1e-5
 DEFAULT_MAX_CHECKS = 10
 DEFAULT_SHADOW_BYTES = 1 << 30
+DEFAULT_REPRO_SECONDS = 20.0
+DEFAULT_REPROS = 20
+DEFAULT_REPRO_BYTES = 1 << 28
+DEFAULT_RECORDED = 1000
+DEFAULT_RECORD_BYTES = 1 << 30
+RECORD = ("failures", "all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,14 @@ class Settings:
     blame: bool = False
     repeat: bool = False
     max_shadow_bytes: int = DEFAULT_SHADOW_BYTES
+    repro_dir: Path | None = None
+    repro_seconds: float = DEFAULT_REPRO_SECONDS
+    max_repros: int = DEFAULT_REPROS
+    max_repro_bytes: int = DEFAULT_REPRO_BYTES
+    record: str | None = None
+    record_dir: Path = Path("records")
+    max_recorded: int = DEFAULT_RECORDED
+    max_record_bytes: int = DEFAULT_RECORD_BYTES
 
     @classmethod
     def from_arguments(cls, **given: Any) -> Settings:
@@ -93,6 +107,7 @@ class Settings:
             max_shadow_bytes=_count(
                 "max_shadow_bytes", given.get("max_shadow_bytes", DEFAULT_SHADOW_BYTES)
             ),
+            **_saving(given),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -108,6 +123,37 @@ class Settings:
                 else str(value)
             )
         return found
+
+
+def _saving(given: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of calls beyond their records."""
+    folder = given.get("repro_dir")
+    return {
+        "repro_dir": None if folder is None else _path("repro_dir", folder),
+        "repro_seconds": _number(
+            "repro_seconds", given.get("repro_seconds", DEFAULT_REPRO_SECONDS)
+        ),
+        "max_repros": _count("max_repros", given.get("max_repros", DEFAULT_REPROS)),
+        "max_repro_bytes": _count(
+            "max_repro_bytes", given.get("max_repro_bytes", DEFAULT_REPRO_BYTES)
+        ),
+        "record": _record(given.get("record")),
+        "record_dir": _path("record_dir", given.get("record_dir", "records")),
+        "max_recorded": _count("max_recorded", given.get("max_recorded", DEFAULT_RECORDED)),
+        "max_record_bytes": _count(
+            "max_record_bytes", given.get("max_record_bytes", DEFAULT_RECORD_BYTES)
+        ),
+    }
+
+
+def _record(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError(
+            f"record: expected one of {RECORD} or None, got {value!r} ({_kind(value)})"
+        )
+    if value is not None and value not in RECORD:
+        raise ArgumentError(f"record: expected one of {RECORD} or None, got {value!r}")
+    return value
 
 
 def _number(field: str, value: object) -> float:

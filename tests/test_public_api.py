@@ -58,6 +58,10 @@ CHECK_PARAMETERS = {
     "blame": False,
     "repeat": False,
     "max_shadow_bytes": 1 << 30,
+    "repro_dir": None,
+    "repro_seconds": 20.0,
+    "max_repros": 20,
+    "max_repro_bytes": 1 << 28,
 }
 
 FIELDS = {

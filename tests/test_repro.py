@@ -1,0 +1,190 @@
+"""A failing call as a file that runs with torch alone and shows the fault where it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opcheck
+from opcheck import _torch
+from opcheck.packing import nbytes_of, pack, tree_items, unpack
+from opcheck.repro_text import MARK
+from opcheck.shrinking import shrink
+from tests import faults, models
+from tests.reproducers import plant_file, run_file
+from tests.test_planted_faults import SCENARIOS
+
+KINDS = {
+    "gelu": "gelu_off_by",
+    "softmax_strides": "softmax_ignoring_strides",
+    "add_": "add_inplace_off_by",
+    "gelu_backward": "gelu_backward_off_by",
+    "foreach_add_list": "foreach_add_without_last_tensor",
+}
+
+
+def check(folder: Path, model: Any = None, **options: Any) -> opcheck.Session:
+    return opcheck.check(
+        model, log_dir=folder / "logs", quiet=True, repro_dir=folder / "repros", **options
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_reproducer_fails_with_the_fault_and_not_without(name: str, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    workload = scenario.workload()
+    optimizer = None
+    if scenario.make_optimizer is not None:
+        optimizer = scenario.make_optimizer(workload.model.parameters())
+    with scenario.fault() as planted, check(tmp_path, workload.model) as session:
+        for _ in range(scenario.num_steps):
+            workload.step(optimizer)
+    script = session.repros[0]
+    without = run_file(script)
+    assert without.returncode == 0, without.stdout + without.stderr
+    assert "note: another kernel of" in without.stdout
+    found = run_file(script, load=plant_file(tmp_path, KINDS[name]))
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "the fault is there" in found.stdout
+    assert {"actual", "expected", "max_abs"} <= set(re.findall(r"\w+", found.stdout))
+    text = script.read_text()
+    assert MARK in text
+    assert "opcheck import" not in text
+    assert f"{planted.op.replace('.', '::', 1).removesuffix('.default')} (CPU)" in text
+
+
+def test_one_file_for_each_op_module_and_phase(tmp_path: Path) -> None:
+    workload = models.transformer()
+    with faults.gelu_off_by(), check(tmp_path, workload.model) as session:
+        workload.step()
+    assert len(session.repros) == len(session.failures) == 2
+    report = session.report()
+    assert all(str(path) in report for path in session.repros)
+    assert sorted(path.name for path in (tmp_path / "repros").iterdir()) == sorted(
+        path.name for path in session.repros
+    )
+
+
+def test_no_folder_without_a_failure(tmp_path: Path) -> None:
+    workload = models.transformer()
+    with check(tmp_path, workload.model) as session:
+        workload.step()
+    assert session.repros == []
+    assert not (tmp_path / "repros").exists()
+
+
+# ---- packing ------------------------------------------------------------------------------------
+
+
+def odd_tensors() -> Any:
+    base = torch.arange(20.0)
+    rows, window = base[4:12].view(2, 4).t(), base[6:10]
+    conj = torch.complex(torch.randn(3), torch.randn(3)).conj()
+    return (
+        [rows, window],
+        {"expanded": torch.randn(3, 1).expand(3, 4), "none": None},
+        (conj, torch.view_as_complex(torch.randn(3, 2)).conj().imag),
+        torch.empty(0, 3), torch.tensor(1.5, dtype=torch.bfloat16), rows, 3, "text",
+    )  # fmt: skip
+
+
+def test_packed_tensors_come_back_with_strides_and_shared_memory() -> None:
+    tree = odd_tensors()
+    back = unpack(pack(tree))
+    for old, new in zip(tree_items(tree), tree_items(back), strict=True):
+        if not isinstance(old, Tensor):
+            assert old == new
+            continue
+        assert torch.equal(old, new)
+        assert (old.stride(), old.is_conj(), old.is_neg()) == (
+            new.stride(), new.is_conj(), new.is_neg(),
+        )  # fmt: skip
+    back[0][1].zero_()
+    assert back[0][0].eq(0).sum() == 4
+    assert back[0][0] is back[-3]
+    assert tree[0][0].eq(0).sum() == 0
+
+
+def test_of_a_large_storage_only_what_is_reached_is_packed() -> None:
+    base = torch.zeros(1000, 1000)
+    assert pack([base[3, 10:20], base[4, :5]]).nbytes == nbytes_of([base[3, 10:20], base[4, :5]])
+    assert pack([base[3, 10:20]]).nbytes == 40
+
+
+def test_values_from_before_the_call_take_the_place_of_the_present_ones() -> None:
+    tensor = torch.ones(2, 3).t()
+    packed = pack((tensor,), {id(tensor): torch.full((3, 2), 7.0)})
+    assert unpack(packed)[0].eq(7.0).all()
+    assert unpack(packed)[0].stride() == tensor.stride()
+
+
+# ---- shrinking ----------------------------------------------------------------------------------
+
+
+def smallest(tree: Any, fails: Any, seconds: float = 60.0) -> Any:
+    found = shrink(pack(tree), lambda packed: bool(fails(*unpack(packed))), seconds=seconds)
+    return unpack(found.arguments)
+
+
+def test_dimensions_that_belong_together_are_cut_together() -> None:
+    left, right = torch.randn(8, 16), torch.randn(16, 8)
+    left[3, 5] = 1000.0
+
+    def fails(left: Tensor, right: Tensor) -> bool:
+        return (left @ right).abs().max() > 100
+
+    small = smallest((left, right), fails)
+    assert [tuple(item.shape) for item in small] == [(1, 1), (1, 1)]
+
+
+def test_order_of_strides_and_expanded_dimensions_stay() -> None:
+    transposed, expanded = torch.randn(6, 4).t(), torch.randn(6, 1).expand(6, 5)
+    small = smallest(
+        (transposed, expanded),
+        lambda a, b: not a.is_contiguous() and a.shape[0] > 2 and b.stride(1) == 0,
+    )
+    assert small[0].stride()[0] < small[0].stride()[1]
+    assert small[1].stride(1) == 0
+
+
+def test_what_does_not_shrink_stays_and_values_become_simple() -> None:
+    values = torch.randn(3, 7)
+    (small,) = smallest((values,), lambda item: item.shape == (3, 7) and item[1, 2] != 0)
+    assert small.shape == (3, 7)
+    assert small[1, 2] != 0
+    assert small.count_nonzero() in (1, 21)
+
+
+def test_search_ends_in_time() -> None:
+    found = shrink(pack((torch.randn(64, 64),)), lambda packed: True, seconds=0.0)
+    assert found.out_of_time
+    assert found.num_runs == 0
+
+
+# ---- what a reproducer keeps --------------------------------------------------------------------
+
+
+def test_kernels_of_a_library_are_named_with_their_module(tmp_path: Path) -> None:
+    library = torch.library.Library("aten", "IMPL")
+    original = torch.library.get_kernel("aten::gelu", "CPU")
+
+    def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+        return _torch.call_kernel(original, (x,), {"approximate": approximate}).add_(0.5)
+
+    gelu.__module__ = "my_kernels.activations"
+    try:
+        opcheck.PrecisionCheckRegister([("gelu", gelu)], lib=library, dispatch_key="CPU")
+        with check(tmp_path) as session:
+            torch.nn.functional.gelu(torch.randn(4, 8))
+    finally:
+        library._destroy()
+        _torch.kernels().look_again()
+    text = session.repros[0].read_text()
+    assert "# import my_kernels.activations" in text
+    assert "aten::gelu (CPU): registered at" in text
