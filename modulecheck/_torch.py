@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "TorchDispatchMode",
+    "CollectiveError",
     "compiles_only_inlined",
+    "default_store",
     "graph_task_id",
     "inlined",
     "inside_autograd",
@@ -28,14 +30,17 @@ __all__ = [
     "load_backend",
     "local_part",
     "next_sequence_nr",
+    "no_collectives",
     "no_modes",
     "not_by_dynamo",
     "own_class",
     "queue_after_backward",
     "random_as_eager",
+    "ranks_of",
     "recompile_limit_hits",
     "sharded_inside",
     "undisturbed",
+    "with_local_part",
 ]
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -157,15 +162,80 @@ def sharded_inside(module: nn.Module) -> str:
     return ""
 
 
+def _dtensor_class() -> type | None:
+    home = sys.modules.get("torch.distributed.tensor")
+    return None if home is None else home.DTensor
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor, and what a collective gave once it has arrived."""
-    home = sys.modules.get("torch.distributed.tensor")
-    if home is not None and isinstance(tensor, home.DTensor):
-        tensor = tensor.to_local()
+    dtensor = _dtensor_class()
+    if dtensor is not None and isinstance(tensor, dtensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
     pending = sys.modules.get("torch.distributed._functional_collectives")
     if pending is not None and isinstance(tensor, pending.AsyncCollectiveTensor):
         tensor = tensor.wait()
     return tensor
+
+
+def ranks_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The ranks that hold the parts of the DTensors among these, if there are several."""
+    dtensor = _dtensor_class()
+    found: set[int] = set()
+    for tensor in tensors:
+        if dtensor is not None and isinstance(tensor, dtensor):
+            found.update(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+    return sorted(found) if len(found) > 1 else []
+
+
+def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` in place of what this rank holds of `tensor`, which may be an ordinary one."""
+    dtensor = _dtensor_class()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return local
+    whole: torch.Tensor = dtensor.from_local(  # type: ignore[attr-defined]
+        local, tensor.device_mesh, tensor.placements, run_check=False,  # type: ignore[attr-defined]
+        shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+    return whole
+
+
+def default_store() -> tuple[Any, int, int] | None:
+    """Store, rank and size of the default process group; None: there is none, or it is alone."""
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store(), dist.get_rank(), dist.get_world_size()
+
+
+class CollectiveError(RuntimeError):
+    """A run again would talk to other ranks, which may not do the same."""
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+
+
+class _NoCollectives(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "namespace", "") in _COLLECTIVES:
+            raise CollectiveError(
+                f"collective: {func} inside of the module would be run once more, and other ranks"
+                " may not do the same; wrap the modules beside it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def no_collectives() -> contextlib.AbstractContextManager[Any]:
+    """Raises CollectiveError in place of a collective, where there are several ranks."""
+    if default_store() is None:
+        return contextlib.nullcontext()
+    return _NoCollectives()  # type: ignore[no-untyped-call]
 
 
 # ---- settings while a step is checked -----------------------------------------------------------

@@ -17,6 +17,7 @@ from modulecheck import report as _report
 from modulecheck.judging import Rule
 from modulecheck.results import CompareResult
 from modulecheck.selection import Selection
+from modulecheck.sidechannel import TIMEOUT_S
 from modulecheck.single_pass import Settings, SinglePass
 from opcheck import tolerances as tol
 from opcheck.errors import ArgumentError, ArgumentTypeError
@@ -54,6 +55,7 @@ class PrecisionChecker:
         rtol: float = tol.MODULE_RTOL,
         golden: str = "auto",
         record_limit_mb: float = 512.0,
+        rank_timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Nothing is compiled yet.
 
@@ -73,6 +75,7 @@ class PrecisionChecker:
                 it does.
             record_limit_mb: memory for copies of failing calls, in MiB, which a drill-down needs;
                 0: keep none.
+            rank_timeout_s: seconds that one rank waits for another, where ranks share a model.
 
         Raises:
             ArgumentError: a value that is not allowed.
@@ -80,6 +83,7 @@ class PrecisionChecker:
         """
         _validate(backend, threshold, rtol, criterion, cast_dtype, golden)
         _validate_number("record_limit_mb", record_limit_mb)
+        _validate_number("rank_timeout_s", rank_timeout_s)
         changed = threshold != tol.MODULE_ATOL or rtol != tol.MODULE_RTOL
         self.backend, self.threshold, self.rtol = backend, threshold, rtol
         self.dump_graphs, self.graph_dir = dump_graphs, graph_dir
@@ -88,6 +92,7 @@ class PrecisionChecker:
         self.criterion = criterion or ("allclose" if changed else "calibrated")
         self.golden = golden
         self.record_limit_mb = record_limit_mb
+        self.rank_timeout_s = rank_timeout_s
         self._selection = Selection()
         self._run: SinglePass | None = None
         self._is_installed = False
@@ -148,6 +153,7 @@ class PrecisionChecker:
         settings = Settings(
             backend=self.backend, rule=rule, cast_dtype=self.cast_dtype,
             golden_always=self.golden == "always", record_limit_mb=self.record_limit_mb,
+            timeout_s=self.rank_timeout_s,
         )  # fmt: skip
         self._run = SinglePass(self._selection.plan(model), settings)
         self._loss = None

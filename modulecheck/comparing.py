@@ -17,6 +17,7 @@ from modulecheck.pairing import Item, Pairs
 from modulecheck.recording import Recorder
 from modulecheck.replay import Replayed, Snapshot, arguments
 from modulecheck.results import ModuleDiff, TensorDiff
+from modulecheck.sidechannel import Agreement
 from modulecheck.watching import undefined_casts
 from opcheck.records import Verdict
 
@@ -46,6 +47,8 @@ class ModuleCall:
         self.random_differs = False
         self.closed = False
         self.error: str | None = None
+        self.agreement: Agreement | None = None
+        """Of a call whose runs again are collectives; `around` of the call asks before the first."""
         self._recorder = recorder
         self._offered: set[Key] = set()
         self._pairs = Pairs(rule, golden_always=golden_always)
@@ -141,6 +144,9 @@ class ModuleCall:
             )
             self.close("")
             return
+        if not self.all_ranks_are_ready():
+            self.close("")
+            return
         by_key = results_of(replayed)
         sources = [key for key in region.sources if key in region.of_outputs]
         grads = [region.of_outputs[key] for key in sources]
@@ -161,6 +167,21 @@ class ModuleCall:
         self._settle(sources, grads)
         self.close("")
 
+    def all_ranks_are_ready(self, *, ready: bool = True) -> bool:
+        """True where nobody else has to run the same, or everybody is about to."""
+        if self.agreement is None:
+            return ready
+        if self.agreement.all_are_ready(ready=ready):
+            return True
+        self._not_in_step()
+        return False
+
+    def _not_in_step(self) -> None:
+        self.open_because(
+            f"ranks_not_in_step: {self.agreement} share its tensors, and not all of them check this"
+            " call, so that it cannot be run again"
+        )
+
     def finish(self) -> None:
         """Judge what is left, without gradients."""
         if self.closed:
@@ -174,17 +195,31 @@ class ModuleCall:
     # ---- judging ----
 
     def _settle(self, sources: list[Key], grads: list[Tensor]) -> None:
-        if self._pairs.unsettled and self.snapshot is not None:
+        needed = self.snapshot is not None and self._needs_goldens()
+        if needed and self.snapshot is not None:
             goldens = Goldens(
                 self.module, self.snapshot, sources=sources, grads=grads,
                 forward_error=self._pairs.forward_error, seed=self.index,
             )  # fmt: skip
+            if self.agreement is not None:
+                goldens.run_all()
             self._pairs.judge(goldens)
         for item in self._pairs.failed:
             if item.result is not None:
                 item.result = self._reconsidered(item, item.result)
         self._record(sources, grads)
         self._pairs.release()
+
+    def _needs_goldens(self) -> bool:
+        """Something is not settled here, or on a rank that cannot run the module alone."""
+        needed = bool(self._pairs.unsettled)
+        if self.agreement is None:
+            return needed
+        votes = self.agreement.votes(vote=needed)
+        if votes is None:
+            self._not_in_step()
+            return False
+        return any(votes)
 
     def _record(self, sources: list[Key], grads: list[Tensor]) -> None:
         """Hand a failing call on, as long as everything that it used is there."""
@@ -216,6 +251,8 @@ class ModuleCall:
         )  # fmt: skip
 
     def _casts_undefined(self) -> bool:
+        if self.agreement is not None:  # the other ranks may have no reason to ask
+            return False
         return self.snapshot is not None and undefined_casts(self.module, self.snapshot) > 0
 
     # ---- results ----

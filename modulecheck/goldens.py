@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.compared import References
-from modulecheck.module_rule import KINK_DRAWS
+from modulecheck.module_rule import KINK_DRAWS, SENSITIVE_DRAWS
 from modulecheck.replay import Replayed, Snapshot, replay, same_dtype, widened
 from opcheck import tolerances as tol
 from opcheck.references import host_array
@@ -81,6 +81,7 @@ class Goldens:
         self._sources, self._grads = sources, grads
         self._forward_error, self._seed = forward_error, seed
         self._runs: dict[tuple[str, int], Results | None] = {}
+        self._is_complete = False
         self.missing = ""
         """Why there is no float64 run."""
 
@@ -93,6 +94,14 @@ class Goldens:
             noise_floor=noise_floor,
         )
 
+    def run_all(self) -> None:
+        """Every run that a verdict may ask for, so that all ranks run as many."""
+        kinks = KINK_DRAWS if self._sources else 0
+        for kind, draws in (("golden", 1), ("moved", SENSITIVE_DRAWS), ("kink", kinks)):
+            for draw in range(draws):
+                self._run((kind, draw))
+        self._is_complete = True
+
     def _at(self, run: tuple[str, int], key: Key) -> Array | None:
         results = self._run(run)
         return None if results is None else results.get(key)
@@ -100,6 +109,8 @@ class Goldens:
     def _run(self, run: tuple[str, int]) -> Results | None:
         if run in self._runs:
             return self._runs[run]
+        if self._is_complete:
+            return None
         kind, draw = run
         if self._snapshot.parameters_moved(self._module):
             self.missing = (
@@ -155,7 +166,9 @@ class Goldens:
             if size:
                 np.maximum(step, size * np.maximum(np.abs(values), rms(values)), out=step)
             signs = generator.choice((-1.0, 1.0), size=values.size)
-            new = torch.from_numpy((values + signs * step).reshape(tuple(tensor.shape)))
-            return new.to(device=tensor.device, dtype=base.dtype)
+            shape = tuple(_torch.local_part(tensor.detach()).shape)
+            new = torch.from_numpy((values + signs * step).reshape(shape))
+            new = new.to(device=tensor.device, dtype=base.dtype)
+            return _torch.with_local_part(tensor, new)
 
         return moved

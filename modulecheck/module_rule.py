@@ -25,7 +25,7 @@ from opcheck import tolerances as tol
 from opcheck.records import Metrics, Verdict
 from opcheck.verdicts import rms, round_to, spacing_of
 
-__all__ = ["KINK_DRAWS", "LIMITS", "Trial"]
+__all__ = ["KINK_DRAWS", "LIMITS", "SENSITIVE_DRAWS", "Trial"]
 
 
 @dataclass(frozen=True, slots=True)

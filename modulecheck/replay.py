@@ -21,6 +21,7 @@ __all__ = [
     "arguments",
     "replay",
     "replaying",
+    "together",
     "same_dtype",
     "widened",
 ]
@@ -43,9 +44,20 @@ class _Link(torch.autograd.Function):
 
 class _Replaying(threading.local):
     depth = 0
+    together = False
 
 
 _now = _Replaying()
+
+
+@contextlib.contextmanager
+def together(*, agreed: bool) -> Iterator[None]:
+    """Runs inside may talk to the other ranks, which do the same."""
+    before, _now.together = _now.together, agreed
+    try:
+        yield
+    finally:
+        _now.together = before
 
 
 def replaying() -> bool:
@@ -132,6 +144,7 @@ def _running() -> Iterator[None]:
     try:
         with (
             _torch.no_modes(),
+            contextlib.nullcontext() if _now.together else _torch.no_collectives(),
             torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept),
         ):
             yield

@@ -8,6 +8,7 @@ rest waits for the call's backward, so that one float64 run serves both.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,20 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from modulecheck import _torch
+from modulecheck import _torch, trees
 from modulecheck.comparing import ModuleCall
 from modulecheck.hooks import Boundary, RegionGradients, counted
 from modulecheck.judging import Rule
 from modulecheck.recording import RecordedCall, Recorder
-from modulecheck.replay import Replayed, Snapshot, replay
+from modulecheck.replay import Replayed, Snapshot, replay, together
 from modulecheck.results import ModuleDiff
 from modulecheck.selection import Plan
+from modulecheck.sidechannel import TIMEOUT_S, Agreement, SideChannel
 from modulecheck.watching import num_ops
 from opcheck.records import Verdict
 
 __all__ = ["Settings", "SinglePass"]
 
 NOT_CALLED = "SKIP_not_called"
+_epochs = itertools.count()
+"""Installs of this process: ranks that install as often know which one another rank means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class Settings:
     cast_dtype: torch.dtype | None
     golden_always: bool = False
     record_limit_mb: float = 0.0
+    timeout_s: float = TIMEOUT_S
+    """How long one rank waits for another."""
 
 
 @dataclass
@@ -67,6 +73,8 @@ class SinglePass:
             backend=settings.backend,
             fqns={target.name: target.fqn for target in plan.targets},
         )
+        self._epoch, self._step = next(_epochs), 0
+        self._channel: SideChannel | None = None
         self.random_switched = False
         self.backward_order: list[str] = []
 
@@ -115,6 +123,7 @@ class SinglePass:
         self.backward_order.clear()
         self._in_backward.clear()
         self._recorder.forget()
+        self._step += 1
 
     # ---- a call ----
 
@@ -141,7 +150,11 @@ class SinglePass:
     def _guarded(self, call: ModuleCall, work: Callable[[], None]) -> None:
         """Our failure is a finding, never an exception in the user's step."""
         try:
-            work()
+            with together(agreed=call.agreement is not None):
+                work()
+        except _torch.CollectiveError as error:
+            call.open_because(str(error))
+            call.close("")
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
             call.crashed(f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -152,6 +165,21 @@ class SinglePass:
             call.module, args, kwargs, cast_dtype=self._settings.cast_dtype
         )
         call.recompute = _torch.inside_autograd()
+        self._find_ranks(call, args, kwargs)
+
+    def _find_ranks(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        """DTensors: running the module again is a collective, which all of them have to want."""
+        ranks = _torch.ranks_of([*call.module.parameters(), *trees.tensors((args, kwargs))])
+        if not ranks or _torch.sharded_inside(call.module):
+            return
+        if self._channel is None:
+            self._channel = SideChannel.of_default_group(
+                f"calls/{self._epoch}", timeout_s=self._settings.timeout_s
+            )
+        if self._channel is None:
+            raise RuntimeError("DTensors of several ranks, and no process group")
+        name = f"{self._step}/{call.name}/{call.index}"
+        call.agreement = Agreement(self._channel, ranks, name)
 
     @_torch.not_by_dynamo
     def _after(self, call: ModuleCall, output: Any, executions: int, *, limit_hit: bool) -> None:
@@ -159,6 +187,7 @@ class SinglePass:
             return
         random_after = torch.get_rng_state()
         if not executions:
+            call.all_ranks_are_ready(ready=False)
             self._not_compiled(call, call.snapshot, limit_hit=limit_hit)
             return
         if limit_hit:
@@ -175,6 +204,9 @@ class SinglePass:
                 f"sharded: FSDP2 holds the parameters of {sharded} sharded, and gathering them once"
                 " more would be a collective; wrap the modules that fully_shard was applied to"
             )
+            return
+        if not call.all_ranks_are_ready():
+            call.close("")
             return
         replayed = self._replay(call, call.snapshot)
         call.random_differs = not torch.equal(random_after, replayed.random_after)
@@ -195,7 +227,7 @@ class SinglePass:
         return replay(call.module, snapshot, on_inputs=call.compare_inputs)
 
     def _not_compiled(self, call: ModuleCall, snapshot: Snapshot, *, limit_hit: bool) -> None:
-        if num_ops(call.module, snapshot) == 0:
+        if call.agreement is None and num_ops(call.module, snapshot) == 0:
             call.close("nothing to compile: no op runs in it")
             return
         why = (

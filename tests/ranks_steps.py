@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +26,7 @@ from tests.compiled import (
     KINDS,
     MARK,
     WIDTH,
+    Block,
     add_to_one,
     compile_in_place,
     explain,
@@ -222,7 +224,7 @@ def faulty_steps(rank: int) -> dict[str, Any]:
     found = {}
     forward = wrong_backend(forward=add_to_one(0.5))
     backward = wrong_backend(backward=add_to_one(0.5))
-    for name in ("fsdp2", "fsdp2_mixed", "fsdp2_checkpoint", "ddp"):
+    for name in ("fsdp2", "fsdp2_mixed", "fsdp2_checkpoint", "ddp", "tensor_parallel"):
         for phase, wrong in (("forward", forward), ("backward", backward)):
             checker = PrecisionChecker(backend=wrong if rank == 1 else "aot_eager")
             results, _ = train(dataclasses.replace(CLEAN[name], marked=True), rank, checker)
@@ -262,14 +264,37 @@ def uneven_steps(rank: int) -> dict[str, Any]:
         train(case, rank, None)
     with counted_collectives() as checked_counts:
         results, _ = train(case, rank, PrecisionChecker(golden="always") if rank == 0 else None)
+    checker = PrecisionChecker(rank_timeout_s=1.0) if rank == 0 else None
+    tp_results, _ = train(CLEAN["tensor_parallel"], rank, checker)
     return {
         "one_rank": described(results) if results else None,
         "plain_collectives": plain_counts,
         "checked_collectives": checked_counts,
+        "tensor_parallel": described(tp_results) if tp_results else None,
+        "collective_inside": described([_collective_inside()]),
         "root": described([_root_step(rank)]),
         "no_backward": described([_forward_only(rank, grad=True)]),
         "inference": described([_forward_only(rank, grad=False)]),
     }
+
+
+class ReducingBlock(Block):
+    """Sums over all ranks inside of its forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        summed = all_reduce(super().forward(hidden).detach(), "sum", dist.group.WORLD)
+        return super().forward(hidden) + summed
+
+
+def _collective_inside() -> CompareResult:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ReducingBlock())
+    checker = PrecisionChecker()
+    checker.wrap_by_policy(model, (ReducingBlock, nn.Linear))
+    with checker.installed(model):
+        loss = model(torch.ones(2, WIDTH)).square().mean()
+        loss.backward()
+    return checker.collect(loss)
 
 
 def _root_step(rank: int) -> CompareResult:

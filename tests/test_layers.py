@@ -70,6 +70,7 @@ LAYERS = {
         {
             "module_rule",
             "selection",
+            "sidechannel",
             "tensor_compare",
             "tensor_container",
             "tensor_records",

@@ -9,7 +9,7 @@ from tests.on_ranks import run
 from tests.ranks_steps import CLEAN
 
 pytestmark = pytest.mark.slow
-FAULTY = ("fsdp2", "fsdp2_mixed", "fsdp2_checkpoint", "ddp")
+FAULTY = ("fsdp2", "fsdp2_mixed", "fsdp2_checkpoint", "ddp", "tensor_parallel")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,21 @@ def test_one_rank_may_check_alone_since_checking_adds_no_collective(uneven):
     for rank in uneven:
         assert sum(rank["plain_collectives"].values()) >= 8
         assert rank["checked_collectives"] == rank["plain_collectives"]
+
+
+def test_a_rank_that_checks_shared_tensors_alone_waits_no_longer_than_it_was_told(uneven):
+    found = uneven[0]["tensor_parallel"]
+    assert uneven[1]["tensor_parallel"] is None
+    assert found["verdicts"] == ["INCONCLUSIVE", "INCONCLUSIVE"]
+    assert "ranks_not_in_step: ranks 0, 1 share its tensors" in found["reason"]
+
+
+def test_a_collective_inside_of_a_module_is_not_run_again(uneven):
+    for rank in uneven:
+        found = rank["collective_inside"]
+        assert found["verdicts"] == ["INCONCLUSIVE"]
+        assert "collective: _c10d_functional.all_reduce.default inside" in found["reason"]
+        assert found["compared"]["0"] == 3  # the module beside it is compared as ever
 
 
 def test_a_module_around_sharded_ones_is_inconclusive_and_says_what_to_wrap(uneven):
