@@ -16,8 +16,8 @@ from torch.nn.modules import module as _module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "TorchDispatchMode",
     "CollectiveError",
+    "TorchDispatchMode",
     "compiles_only_inlined",
     "default_store",
     "graph_task_id",

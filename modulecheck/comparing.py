@@ -48,7 +48,7 @@ class ModuleCall:
         self.closed = False
         self.error: str | None = None
         self.agreement: Agreement | None = None
-        """Of a call whose runs again are collectives; `around` of the call asks before the first."""
+        """Of a call that cannot be run again by one rank alone."""
         self._recorder = recorder
         self._offered: set[Key] = set()
         self._pairs = Pairs(rule, golden_always=golden_always)

@@ -21,8 +21,8 @@ __all__ = [
     "arguments",
     "replay",
     "replaying",
-    "together",
     "same_dtype",
+    "together",
     "widened",
 ]
 
