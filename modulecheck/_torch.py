@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "CollectiveError",
     "TorchDispatchMode",
+    "compiled_graphs",
     "compiles_only_inlined",
     "default_store",
     "graph_task_id",
@@ -36,6 +37,7 @@ __all__ = [
     "own_class",
     "queue_after_backward",
     "random_as_eager",
+    "rank_of_several",
     "ranks_of",
     "recompile_limit_hits",
     "sharded_inside",
@@ -279,6 +281,61 @@ def recompile_limit_hits() -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
+
+
+# ---- what is compiled ---------------------------------------------------------------------------
+
+_STAGES = {
+    "dynamo_output_graph": "Captured",
+    "aot_forward_graph": "Forward",
+    "aot_inference_graph": "Forward",
+    "aot_backward_graph": "Backward",
+    "inductor_post_grad_graph": "Post_Grad",
+}
+
+
+class _GraphListener(logging.Handler):
+    """Takes graphs out of the structured trace that torch keeps for `TORCH_TRACE`."""
+
+    def __init__(self, write: Callable[[str, str], None]) -> None:
+        super().__init__(logging.DEBUG)
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        metadata, text = getattr(record, "metadata", {}), getattr(record, "payload", None)
+        artifact = metadata.get("artifact")
+        names = [artifact.get("name")] if isinstance(artifact, dict) else list(metadata)
+        stage = next((_STAGES[name] for name in names if name in _STAGES), None)
+        if stage is not None and isinstance(text, str):
+            self._write(stage, text)
+
+
+@contextlib.contextmanager
+def compiled_graphs(write: Callable[[str, str], None]) -> Iterator[None]:
+    """Calls `write(stage, text)` for every graph that is compiled, caches left alone."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    handler = _GraphListener(write)
+    logger = logging.getLogger("torch.__trace")
+    logger.addHandler(handler)
+    try:
+        # a graph that comes out of a cache is not traced
+        with (
+            functorch_config.patch(enable_autograd_cache=False),
+            inductor_config.patch(fx_graph_cache=False),
+        ):
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def rank_of_several() -> int | None:
+    """The rank of this process, None where it is alone."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank() if distributed.get_world_size() > 1 else None
 
 
 # ---- running a module again ---------------------------------------------------------------------

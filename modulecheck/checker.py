@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 
 from modulecheck import _torch
 from modulecheck import report as _report
-from modulecheck.judging import Rule
+from modulecheck.compared import Rule
+from modulecheck.remarks import Settings
 from modulecheck.results import CompareResult
 from modulecheck.selection import Selection
 from modulecheck.sidechannel import TIMEOUT_S
-from modulecheck.single_pass import Settings, SinglePass
+from modulecheck.sides import as_float
+from modulecheck.single_pass import SinglePass
+from modulecheck.two_pass import TwoPass
 from opcheck import tolerances as tol
 from opcheck.errors import ArgumentError, ArgumentTypeError
 
@@ -63,7 +65,7 @@ class PrecisionChecker:
             backend: of `torch.compile`, a name or a callable.
             threshold: the absolute tolerance of the documented criterion; another one than 1e-4
                 makes that criterion judge.
-            dump_graphs: write the captured graphs to `graph_dir`; not available yet, and said so.
+            dump_graphs: write the graphs of the step to `graph_dir`.
             graph_dir: where to.
             cast_dtype: run the wrapped modules under `torch.autocast` of this dtype.
             capture_input: False: leave the inputs out of the report.
@@ -146,24 +148,27 @@ class PrecisionChecker:
                 "install(): already installed; call collect() first, or collect(...,"
                 " keep_installed=True) between steps"
             )
-        if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
-        self._check_backend(model)
-        rule = Rule(criterion=self.criterion, atol=self.threshold, rtol=self.rtol)
-        settings = Settings(
-            backend=self.backend, rule=rule, cast_dtype=self.cast_dtype,
-            golden_always=self.golden == "always", record_limit_mb=self.record_limit_mb,
-            timeout_s=self.rank_timeout_s,
-        )  # fmt: skip
-        self._run = SinglePass(self._selection.plan(model), settings)
+        self._check_model(model)
+        self._run = SinglePass(self._selection.plan(model), self._settings())
         self._loss = None
         self._run.install()
         self._is_installed = True
 
-    def _check_backend(self, model: nn.Module) -> None:
-        """Say now what would otherwise be an error in the middle of the step, or not be said."""
-        if self.dump_graphs:
-            logger.warning("dump_graphs: not available yet, no graph is written to graph_dir")
+    def _settings(self) -> Settings:
+        return Settings(
+            backend=self.backend,
+            rule=Rule(criterion=self.criterion, atol=self.threshold, rtol=self.rtol),
+            cast_dtype=self.cast_dtype,
+            golden_always=self.golden == "always",
+            record_limit_mb=self.record_limit_mb,
+            timeout_s=self.rank_timeout_s,
+            graph_dir=Path(self.graph_dir) if self.dump_graphs else None,
+        )
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Say now what would otherwise be an error in the middle of the step."""
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
         on_cpu = any(item.device.type == "cpu" for item in model.parameters())
         if self.backend == "inductor" and on_cpu and _torch.lacks_cpp_compiler():
             raise RuntimeError(
@@ -195,7 +200,7 @@ class PrecisionChecker:
 
     def record_loss(self, loss: Tensor | float) -> None:
         """The loss of the compiled step, for `collect()` without an argument."""
-        self._loss = _as_float(loss)
+        self._loss = as_float(loss)
 
     def collect(
         self, loss: Tensor | float | None = None, *, keep_installed: bool = False
@@ -214,7 +219,7 @@ class PrecisionChecker:
             raise RuntimeError("collect(): nothing is installed; call install(model) first")
         try:
             if loss is not None:
-                self._loss = _as_float(loss)
+                self._loss = as_float(loss)
             run.finish()
             return self._result(run)
         finally:
@@ -227,19 +232,35 @@ class PrecisionChecker:
             self._loss = None
 
     def compare(self, run_step: Callable[[nn.Module], Any], model: nn.Module) -> CompareResult:
-        """Run `run_step(model)` once and compare; it returns the loss.
+        """Run `run_step(model)` and compare; it returns the loss.
+
+        With single_pass=True it runs once, on the model itself. With single_pass=False it runs on
+        copies, eager and compiled, and up to a few times more in float64; what it does to the
+        model, to optimizers and to the model's inputs is undone.
 
         Raises:
-            NotImplementedError: single_pass is False.
+            ArgumentError: single_pass is False and the model cannot be copied.
             Whatever `run_step` raises.
         """
         if not self.single_pass:
-            raise NotImplementedError("compare() with single_pass=False is not there yet")
+            return self._compare_copies(run_step, model)
         with self.installed(model):
             loss = run_step(model)
         return self.collect(loss)
 
-    def _result(self, run: SinglePass) -> CompareResult:
+    def _compare_copies(
+        self, run_step: Callable[[nn.Module], Any], model: nn.Module
+    ) -> CompareResult:
+        self._check_model(model)
+        run = TwoPass(self._selection.plan(model), self._settings(), model)
+        run.run(run_step)
+        result = self._result(run)
+        result.loss_eager, result.loss_compiled = run.loss_eager, run.loss_compiled
+        result.loss_recorded, result.single_pass = run.loss_recorded, False
+        result.loss_verdict, result.loss_reason = run.loss_verdict, run.loss_reason
+        return result
+
+    def _result(self, run: SinglePass | TwoPass) -> CompareResult:
         return CompareResult(
             loss_eager=math.nan,
             loss_compiled=math.nan if self._loss is None else self._loss,
@@ -280,19 +301,6 @@ class PrecisionChecker:
         _report.print_report(result, verbose=verbose)
         if csv_path is not None:
             _report.write_csv(result, Path(csv_path))
-
-
-def _as_float(loss: Any) -> float:
-    if isinstance(loss, Tensor):
-        if loss.numel() != 1:
-            raise ArgumentError(f"loss: expected one number, got a tensor of {tuple(loss.shape)}")
-        return float(loss.detach())
-    try:
-        return float(loss)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(
-            f"loss: expected a tensor of one number or a float, got {type(loss).__name__}"
-        ) from None
 
 
 def _validate(

@@ -8,6 +8,7 @@ produced themselves, before they meet what other users of the same tensor add.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,19 +69,18 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
     return module.forward if _torch.is_fsdp2(module) else module._call_impl
 
 
-def _compiled(module: nn.Module, backend: Any, cast_dtype: torch.dtype | None) -> Any:
-    call = _eager(module)
+def _compiled(
+    module: nn.Module, call: Any, backend: Any, cast_dtype: torch.dtype | None, device: str
+) -> Any:
     if cast_dtype is not None:
-        call = _torch.inlined(_with_autocast(module, call, cast_dtype), _tag(module, cast_dtype))
+        tag = f"{_tag(module, cast_dtype)} {device}"
+        call = _torch.inlined(_with_autocast(call, device, cast_dtype), tag)
     elif _torch.compiles_only_inlined(module):
         call = _torch.inlined(call, _tag(module, None))
     return torch.compile(call, backend=CountingBackend(backend))
 
 
-def _with_autocast(module: nn.Module, call: Any, dtype: torch.dtype) -> Any:
-    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
-    device = "cpu" if tensor is None else tensor.device.type
-
+def _with_autocast(call: Any, device: str, dtype: torch.dtype) -> Any:
     def cast_call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, dtype=dtype):
             return call(*args, **kwargs)
@@ -92,6 +92,38 @@ def _tag(module: nn.Module, cast_dtype: Any) -> str:
     """Equal for modules that compile to the same graph."""
     shapes = [(name, tuple(item.shape), item.dtype) for name, item in module.named_parameters()]
     return f"{type(module).__qualname__} {module!r} {shapes} {cast_dtype}"
+
+
+class _Runner:
+    """Runs a module compiled, or in eager, under autocast of the device that its tensors are on."""
+
+    def __init__(
+        self, module: nn.Module, eager: Any, backend: Any, cast_dtype: torch.dtype | None
+    ) -> None:
+        self._module, self._eager = module, eager
+        self._backend, self._cast_dtype = backend, cast_dtype
+        self._by_device: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = "" if self._cast_dtype is None else _device_of(self._module, args, kwargs)
+        run = self._by_device.get(device)
+        if run is None:
+            run = self._by_device[device] = self._made(device)
+        return run(*args, **kwargs)
+
+    def _made(self, device: str) -> Any:
+        if self._backend is not None:
+            return _compiled(self._module, self._eager, self._backend, self._cast_dtype, device)
+        if self._cast_dtype is None:
+            return self._eager
+        return _with_autocast(self._eager, device, self._cast_dtype)
+
+
+def _device_of(module: nn.Module, args: Any, kwargs: Any) -> str:
+    """The device type of its parameters and buffers, of its inputs where it has none."""
+    state = next(itertools.chain(module.parameters(), module.buffers()), None)
+    held = [state] if state is not None else trees.tensors((args, kwargs))
+    return held[0].device.type if held else "cpu"
 
 
 class Boundary:
@@ -109,14 +141,15 @@ class Boundary:
 
         Args:
             module: runs compiled from now on.
-            backend: of `torch.compile`.
+            backend: of `torch.compile`; None: the module goes on in eager, and is looked at.
             cast_dtype: autocast inside the compiled region.
             around: given the compiled callable, args and kwargs; runs it once. None: nobody looks.
         """
         self._module = module
         self._place = "forward" if _torch.is_fsdp2(module) else "_compiled_call_impl"
         self._before = module.__dict__.get(self._place)
-        eager, compiled = _eager(module), _compiled(module, backend, cast_dtype)
+        eager = _eager(module)
+        compiled = _Runner(module, eager, backend, cast_dtype)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -155,7 +188,16 @@ class RegionGradients:
     Made before the call, because the call may change its inputs in place. `attach` after it.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, *, copies: bool = False) -> None:
+        """Take down who the inputs are.
+
+        Args:
+            module: the module that is called.
+            args: positional inputs.
+            kwargs: keyword inputs.
+            copies: keep the gradients past the backward, which may write to them later.
+        """
+        self._copies = copies
         self.arguments = arguments(args, kwargs)
         self.inputs = trees.tensors((args, kwargs))
         self._input_keys: dict[Any, Key] = {}
@@ -298,13 +340,16 @@ class RegionGradients:
             for place, key in edges:
                 grad = grad_inputs[place]
                 if grad is not None:
-                    grad = grad.detach()
+                    grad = self._kept(grad)
                     self.found[key] = self.found[key] + grad if key in self.found else grad
             self._waiting.discard(node)
             if not self._waiting and self._on_done is not None:
                 self._on_done()
 
         self._handles.append(node.register_hook(after))
+
+    def _kept(self, grad: Tensor) -> Tensor:
+        return grad.detach().clone() if self._copies else grad.detach()
 
     def _listen_to_output(self, key: Key, tensor: Tensor) -> None:
         place = tensor.output_nr
@@ -313,7 +358,7 @@ class RegionGradients:
             if self._on_done is None or replaying():
                 return
             if grad_outputs[place] is not None and key not in self.of_outputs:
-                self.of_outputs[key] = grad_outputs[place].detach()
+                self.of_outputs[key] = self._kept(grad_outputs[place])
 
         node = tensor.grad_fn
         if node is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +24,9 @@ __all__ = ["UNKNOWN", "Item", "Judge", "Pairs"]
 
 Array = npt.NDArray[Any]
 
+FORWARD = ("fwd_input", "fwd_output", "mutated")
 GRADIENTS = ("grad_input", "grad_output", "param_grads")
-"""Kinds of items that arise in backward."""
+"""Kinds of items, by where they arise."""
 UNKNOWN = Documented(float("nan"), float("nan"), float("nan"), allclose=False)
 """The documented numbers where two sides cannot be subtracted."""
 
@@ -37,8 +38,9 @@ rounding noise: a float64 run that disagrees with it says nothing."""
 class Judge(Protocol):
     """Whoever has float64 runs of the call."""
 
-    missing: str
-    """Why there is no float64 run."""
+    @property
+    def missing(self) -> str:
+        """Why there is no float64 run."""
 
     def references(self, key: Key, *, kinks: bool, noise_floor: float) -> References:
         """What the rule may ask for, of one tensor."""
@@ -104,8 +106,19 @@ class Pairs:
         item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=UNKNOWN)
         self.items.append(item)
 
-    def look(self, kind: str, key: Key, name: str, actual: Tensor, eager: Tensor) -> None:
-        """Settle a pair at a glance, or keep copies of both sides for the full rule."""
+    def look(
+        self, kind: str, key: Key, name: str, actual: Tensor, eager: Tensor, *, dtype: str = ""
+    ) -> None:
+        """Settle a pair at a glance, or keep copies of both sides for the full rule.
+
+        Args:
+            kind: a field of ModuleDiff.
+            key: which tensor.
+            name: for the report.
+            actual: of the compiled side.
+            eager: of the eager one.
+            dtype: in which they were computed, where that is not their own.
+        """
         item = self.add(kind, key, name, actual)
         for what in ("shape", "dtype", "device", "placements"):  # the last of DTensors
             mine, theirs = (getattr(side, what, None) for side in (actual, eager))
@@ -117,7 +130,7 @@ class Pairs:
                 item.actual = array_of(actual).copy()
                 return
         y, c = array_of(actual), array_of(eager)
-        item.dtype = real_dtype(actual.dtype)
+        item.dtype = dtype or real_dtype(actual.dtype)
         first = quick(y, c, item.dtype, self.rule)
         golden = self._golden_always and y.dtype.kind in "fc" and y.size > 0
         if first.settled and not (golden and self.rule.criterion == "calibrated"):
@@ -149,16 +162,29 @@ class Pairs:
             )
 
     def arguments(
-        self, before: Mapping[str, Any], actual: Mapping[str, Any], eager: Mapping[str, Any]
+        self,
+        before: Mapping[str, Any],
+        actual: Mapping[str, Any],
+        eager: Mapping[str, Any],
+        *,
+        eager_before: Mapping[str, Any] | None = None,
     ) -> None:
-        """Arguments by name; those that a side has changed are compared."""
+        """Arguments by name; those that a side has changed are compared.
+
+        Args:
+            before: what the compiled call got.
+            actual: the same after it.
+            eager: after the eager call.
+            eager_before: what the eager call got, where it did not get the same.
+        """
         old, after = dict(trees.named_tensors(before)), dict(trees.named_tensors(actual))
+        theirs_old = old if eager_before is None else dict(trees.named_tensors(eager_before))
         for name, theirs in trees.named_tensors(eager):
             mine = after.pop(name, None)
             key, label = ("argument", name), f"argument {name}"
             if mine is None:
                 self.differs("mutated", key, label, "eager has put a tensor there")
-            elif name not in old or changed(old[name], mine) or changed(old[name], theirs):
+            elif _is_written(old, name, mine) or _is_written(theirs_old, name, theirs):
                 self.look("mutated", key, label, mine, theirs)
         for name in after:
             reason = "compiled has put a tensor there"
@@ -169,14 +195,17 @@ class Pairs:
         before: Mapping[str, Tensor],
         actual: Mapping[str, Tensor],
         eager: Mapping[str, Tensor],
+        *,
+        eager_before: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Buffers by name; those that a side has changed are compared."""
+        """Buffers by name, as `arguments`."""
+        theirs_old = before if eager_before is None else eager_before
         for name, theirs in eager.items():
             old, now = before.get(name), actual.get(name)
             key, label = ("buffer", name), f"buffer {name}"
             if old is None or now is None:
                 self.differs("mutated", key, label, "it exists on one side only")
-            elif changed(old, now) or changed(old, theirs):
+            elif changed(old, now) or _is_written(theirs_old, name, theirs):
                 self.look("mutated", key, label, now, theirs)
 
     def gradient(
@@ -226,16 +255,26 @@ class Pairs:
         """Judged and wrong."""
         return [item for item in self.items if item.failed]
 
-    def judge(self, judge: Judge) -> None:
-        """Settle what a glance has left."""
+    def judge(
+        self, judge: Judge, *, kinds: Container[str] | None = None, kinks: bool = True
+    ) -> None:
+        """Settle what a glance has left.
+
+        Args:
+            judge: has the references.
+            kinds: of items; None: all.
+            kinks: gradients may jump where the forward of this call passed.
+        """
         self._share = self.forward_error()
         for item in self.unsettled:
             if item.actual is None or item.eager is None:
                 continue
+            if kinds is not None and item.kind not in kinds:
+                continue
             is_gradient = item.kind in GRADIENTS
             references = judge.references(
                 item.key,
-                kinks=is_gradient and self._forward_passed(),
+                kinks=kinks and is_gradient and self._forward_passed(),
                 noise_floor=self._noise_floor(item.dtype) if is_gradient else 0.0,
             )
             result = compare(
@@ -298,6 +337,10 @@ def real_dtype(dtype: torch.dtype) -> str:
     if not dtype.is_floating_point and not dtype.is_complex:
         return name
     return name if name in tol.EPS else "float16"
+
+
+def _is_written(before: Mapping[str, Tensor], name: str, after: Tensor) -> bool:
+    return name not in before or changed(before[name], after)
 
 
 def changed(before: Tensor, after: Tensor) -> bool:

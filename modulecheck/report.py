@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from modulecheck.culprit import Culprit
-from modulecheck.results import CompareResult, ModuleDiff, TensorDiff
+from modulecheck.results import BACKWARD, FORWARD, CompareResult, ModuleDiff, TensorDiff
 from opcheck.errors import LogWriteError
 from opcheck.printing import visible
 from opcheck.records import Verdict
@@ -188,6 +188,8 @@ def _fitted(name: str) -> str:
 
 
 def _tail(result: CompareResult) -> Iterator[str]:
+    if result.loss_reason:
+        yield f"  Loss: {visible(result.loss_reason)}"
     suspects = result.suspects
     if not suspects:
         return
@@ -199,8 +201,10 @@ def _tail(result: CompareResult) -> Iterator[str]:
 
 
 def _reason(diff: ModuleDiff, phase: str) -> str:
-    kinds = ("fwd_output", "mutated") if phase == "forward" else ("grad_input", "param_grad")
+    kinds = FORWARD if phase == "forward" else BACKWARD
     for place, call in enumerate(diff.calls or [diff]):
+        if phase in call.inherited:
+            continue
         for kind, index, item in call.tensors():
             if kind in kinds and item.judged == Verdict.FAIL:
                 where = f"call {place}, " if len(diff.calls) > 1 else ""

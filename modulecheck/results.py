@@ -20,7 +20,7 @@ from modulecheck.tensor_container import (
 )
 from opcheck.records import Metrics, Verdict
 
-__all__ = ["CompareResult", "ModuleDiff", "TensorDiff", "worst"]
+__all__ = ["CompareResult", "ModuleDiff", "TensorDiff", "merged", "worst"]
 
 SCHEMA = "modulecheck.result"
 SCHEMA_VERSION = 1
@@ -140,6 +140,23 @@ class ModuleDiff:
         )
 
 
+def merged(name: str, calls: list[ModuleDiff]) -> ModuleDiff:
+    """A module's diff: its worst call's tensors, and all calls."""
+    worst = max(calls, key=lambda call: _SEVERITY[call.verdict])
+    return ModuleDiff(
+        name,
+        fwd_input=worst.fwd_input,
+        fwd_output=worst.fwd_output,
+        grad_input=worst.grad_input,
+        grad_output=worst.grad_output,
+        note=worst.note,
+        param_grads=worst.param_grads,
+        mutated=worst.mutated,
+        calls=calls,
+        inherited=worst.inherited,
+    )
+
+
 FORWARD = ("fwd_output", "mutated")
 BACKWARD = ("grad_input", "grad_output", "param_grad")
 
@@ -239,14 +256,17 @@ class CompareResult:
         """The verdict and, unless it is PASS, the reason."""
         failed = [diff.name or "<root>" for diff in self.diffs if diff.verdict == Verdict.FAIL]
         if failed:
-            return Verdict.FAIL, f"{len(failed)} of {len(self.diffs)} modules: {failed[0]}"
+            where = next((name or "<root>" for name, _ in self.suspects), failed[0])
+            return Verdict.FAIL, f"{len(failed)} of {len(self.diffs)} modules: {where}"
+        verdict, reason = self._judge_loss()
+        if verdict == Verdict.FAIL:
+            return verdict, reason
         if self.problem:
             return Verdict.INCONCLUSIVE, self.problem
         open_ones = [diff for diff in self.diffs if diff.verdict == Verdict.INCONCLUSIVE]
         if open_ones:
             first = open_ones[0]
             return Verdict.INCONCLUSIVE, f"{first.name or '<root>'}: {_why_open(first)}"
-        verdict, reason = self._judge_loss()
         if verdict != Verdict.PASS:
             return verdict, reason
         if not self.compared:

@@ -19,34 +19,28 @@ from torch import nn
 
 from modulecheck import _torch, trees
 from modulecheck.comparing import ModuleCall
+from modulecheck.graphs import GraphDump
 from modulecheck.hooks import Boundary, RegionGradients, counted
-from modulecheck.judging import Rule
 from modulecheck.recording import RecordedCall, Recorder
+from modulecheck.remarks import (
+    NOT_CALLED,
+    NOTHING_TO_COMPILE,
+    RECOMPILE_LIMIT,
+    Settings,
+    not_compiled,
+    notes_of,
+    problem_of,
+)
 from modulecheck.replay import Replayed, Snapshot, replay, together
-from modulecheck.results import ModuleDiff
+from modulecheck.results import ModuleDiff, merged
 from modulecheck.selection import Plan
-from modulecheck.sidechannel import TIMEOUT_S, Agreement, SideChannel
+from modulecheck.sidechannel import Agreement, SideChannel
 from modulecheck.watching import num_ops
-from opcheck.records import Verdict
 
-__all__ = ["Settings", "SinglePass"]
+__all__ = ["SinglePass"]
 
-NOT_CALLED = "SKIP_not_called"
 _epochs = itertools.count()
 """Installs of this process: ranks that install as often know which one another rank means."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a run is told."""
-
-    backend: Any
-    rule: Rule
-    cast_dtype: torch.dtype | None
-    golden_always: bool = False
-    record_limit_mb: float = 0.0
-    timeout_s: float = TIMEOUT_S
-    """How long one rank waits for another."""
 
 
 @dataclass
@@ -68,6 +62,7 @@ class SinglePass:
         self._watched: list[_Watched] = []
         self._in_backward: list[ModuleCall] = []
         self._limit_hits: list[str] = []
+        self._graphs = GraphDump(settings.graph_dir)
         self._recorder = Recorder(
             limit_mb=settings.record_limit_mb,
             backend=settings.backend,
@@ -85,6 +80,7 @@ class SinglePass:
         settings = self._settings
         self.random_switched = self._stack.enter_context(_torch.random_as_eager(settings.backend))
         self._limit_hits = self._stack.enter_context(_torch.recompile_limit_hits())
+        self._stack.enter_context(self._graphs.written())
         try:
             for target in self._plan.targets:
                 watched = _Watched(target.name, target.module)
@@ -191,10 +187,7 @@ class SinglePass:
             self._not_compiled(call, call.snapshot, limit_hit=limit_hit)
             return
         if limit_hit:
-            call.open_because(
-                "recompile_limit: Dynamo reached torch._dynamo.config.recompile_limit, part of the"
-                " call ran in eager"
-            )
+            call.open_because(RECOMPILE_LIMIT)
         if call.snapshot.parameters_moved(call.module):
             call.open_because("the forward writes its own parameters, so it cannot be run again")
             return
@@ -228,14 +221,9 @@ class SinglePass:
 
     def _not_compiled(self, call: ModuleCall, snapshot: Snapshot, *, limit_hit: bool) -> None:
         if call.agreement is None and num_ops(call.module, snapshot) == 0:
-            call.close("nothing to compile: no op runs in it")
+            call.close(NOTHING_TO_COMPILE)
             return
-        why = (
-            "Dynamo fell back to eager at torch._dynamo.config.recompile_limit"
-            if limit_hit
-            else "Dynamo skipped it, or fell back to eager at its recompile limit"
-        )
-        call.open_because(f"not_compiled: no compiled code ran in this call ({why})")
+        call.open_because(not_compiled(limit_hit=limit_hit))
         call.close("")
 
     # ---- backward ----
@@ -269,35 +257,20 @@ class SinglePass:
 
     def problem(self) -> str:
         """Why nothing could be compared, "" if something could."""
-        if not self._plan.targets and not self._plan.skipped:
-            return "nothing was wrapped: no module was marked by wrap, or no class matched"
-        if not self._watched:
-            return "nothing was compared: every wrapped module is skipped"
-        if not any(watched.calls for watched in self._watched):
-            return "nothing was compared: no wrapped module was called between install and collect"
-        return ""
+        found = problem_of(self._plan)
+        if not found and not any(watched.calls for watched in self._watched):
+            found = "nothing was compared: no wrapped module was called between install and collect"
+        return found
 
     def notes(self) -> list[str]:
         """What the reader of a report should know."""
-        found = []
-        num = len(self._plan.targets)
-        if num:
-            what = (
-                "1 module was compiled" if num == 1 else f"{num} modules were compiled one by one"
-            )
-            found.append(
-                f"{what} with backend {_name_of(self._settings.backend)}; a whole-model compile"
-                " fuses across modules: wrap the root to check that"
-            )
-        if self.random_switched:
-            found.append(
-                "torch._inductor.config.fallback_random was on while this step ran, so that both"
-                " sides draw the same random numbers"
-            )
-        idle = [watched.name or "<root>" for watched in self._watched if not watched.calls]
-        if idle:
-            found.append(f"{len(idle)} wrapped modules were not called, the first is {idle[0]}")
-        return found + self._recorder.notes()
+        found = notes_of(
+            self._plan,
+            self._settings.backend,
+            random_switched=self.random_switched,
+            idle=[watched.name for watched in self._watched if not watched.calls],
+        )
+        return found + self._graphs.notes() + self._recorder.notes()
 
     def recordings(self) -> list[RecordedCall]:
         """The failing calls that were kept, for a drill-down."""
@@ -310,29 +283,8 @@ class SinglePass:
         return bad[0][1] if bad else ""
 
 
-def _name_of(backend: Any) -> str:
-    return backend if isinstance(backend, str) else getattr(backend, "__name__", repr(backend))
-
-
 def replayed_wants_grad(replayed: Replayed) -> bool:
     """Some input or parameter of the eager run has a gradient to be asked for."""
     return any(leaf is not None for leaf in replayed.input_leaves) or any(
         leaf.requires_grad for leaf in replayed.parameter_leaves.values()
-    )
-
-
-def merged(name: str, calls: list[ModuleDiff]) -> ModuleDiff:
-    """A module's diff: its worst call's tensors, and all calls."""
-    severity = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
-    worst = max(calls, key=lambda call: severity[call.verdict])
-    return ModuleDiff(
-        name,
-        fwd_input=worst.fwd_input,
-        fwd_output=worst.fwd_output,
-        grad_input=worst.grad_input,
-        grad_output=None,
-        note=worst.note,
-        param_grads=worst.param_grads,
-        mutated=worst.mutated,
-        calls=calls,
     )

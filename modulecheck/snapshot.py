@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,10 @@ class Autocast:
 
 
 def _autocast_now() -> list[Autocast]:
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = ["cpu"]
+    if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
+        devices.append(accelerator.type)
     return [
         Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in devices
@@ -102,6 +105,10 @@ class Snapshot:
             inference=torch.is_inference_mode_enabled(),
             cast_dtype=cast_dtype,
         )
+
+    def on(self, module: nn.Module) -> Snapshot:
+        """The same call of another copy of the module, whose parameters have the same values."""
+        return replace(self, parameter_versions=_versions(module))
 
     def parameters_moved(self, module: nn.Module) -> bool:
         """True when a parameter was written or replaced since."""

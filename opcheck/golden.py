@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from opcheck.calls import traits_of
 from opcheck.golden_rules import wider
 from opcheck.records import SkipReason
 
-__all__ = ["CannotRunAgainError", "OpTrace", "run_module", "runs_again"]
+__all__ = ["CannotRunAgainError", "OpTrace", "contents_kept", "run_module", "runs_again"]
 
 OpTrace = list[tuple[Any, Any]]
 """(overload, result) of every op that the run dispatched, in order."""
@@ -173,15 +173,21 @@ def _quietly(module: nn.Module) -> Iterator[None]:
 _MOST_OBJECTS = 20_000
 
 
+def _attributes_kept(root: nn.Module) -> AbstractContextManager[None]:
+    return contents_kept([vars(item) for item in root.modules()])
+
+
 @contextmanager
-def _attributes_kept(root: nn.Module) -> Iterator[None]:
-    """What the modules' attributes hold (lists, dicts, plain objects, to any depth) is put back.
+def contents_kept(values: Iterable[Any]) -> Iterator[None]:
+    """What lists, dicts, sets and plain objects hold, to any depth, is put back.
+
+    Tensors and modules are held, and not looked into.
 
     Raises:
         CannotRunAgainError: there is too much of it.
     """
     kept: dict[int, tuple[Any, Any]] = {}
-    waiting: list[Any] = [vars(item) for item in root.modules()]
+    waiting: list[Any] = list(values)
     while waiting:
         value = waiting.pop()
         if id(value) in kept or isinstance(value, (Tensor, nn.Module, type)):

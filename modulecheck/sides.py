@@ -1,0 +1,361 @@
+"""One run of a step on a copy of the model: what every wrapped module got and gave in it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from modulecheck import _torch, trees
+from modulecheck.goldens import Key, array_of
+from modulecheck.hooks import Boundary, RegionGradients, counted
+from modulecheck.keeping import Keeper
+from modulecheck.replay import replaying
+from modulecheck.selection import Target
+from modulecheck.snapshot import Snapshot, arguments
+from opcheck.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["ModelCopyError", "Side", "SideCall", "as_float", "copied", "run_side", "twins_of"]
+
+Array = npt.NDArray[Any]
+RunStep = Callable[[nn.Module], Any]
+
+
+class ModelCopyError(ArgumentError, RuntimeError):
+    """The model cannot be copied, and two-pass compares copies."""
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy with the same values, modes and gradients.
+
+    Raises:
+        ModelCopyError: it cannot be copied.
+    """
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise ModelCopyError(
+            f"model: {type(model).__name__} cannot be copied ({type(error).__name__}: {error});"
+            " single_pass=False runs copies: use single_pass=True, with install() and collect()"
+        ) from error
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None:
+            mine.grad = theirs.grad.detach().clone()
+    return twin
+
+
+def twins_of(targets: Sequence[Target], model: nn.Module, twin: nn.Module) -> list[Target]:
+    """The same targets in a copy of the model."""
+    found = dict(zip(model.modules(), twin.modules(), strict=True))
+    return [replace(item, module=found[item.module]) for item in targets]
+
+
+def as_float(loss: Any) -> float:
+    """A loss as a number.
+
+    Raises:
+        ArgumentError: a tensor of several numbers.
+        ArgumentTypeError: neither a tensor nor a number.
+    """
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ArgumentError(f"loss: expected one number, got a tensor of {tuple(loss.shape)}")
+        return float(loss.detach())
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"loss: expected a tensor of one number or a float, got {type(loss).__name__}"
+        ) from None
+
+
+# ---- a call -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SideCall:
+    """One call of a wrapped module; copies only, so that nothing moves when the step goes on."""
+
+    module: nn.Module
+    snapshot: Snapshot
+    region: RegionGradients
+    is_recompute: bool
+    training: dict[str, bool]
+    """Train or eval mode of each submodule."""
+    moved: bool
+    """The step wrote to parameters of the copy before this call."""
+    started: int = 0
+    output: Any = None
+    after: dict[str, Any] = field(default_factory=dict)
+    """Arguments after the call, positional ones by number."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    random_after: Tensor | None = None
+    executions: int = 0
+    limit_hit: bool = False
+    error: str = ""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What the call got, before it could change it."""
+        return trees.tensors((self.snapshot.args, self.snapshot.kwargs))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the call got, by name."""
+        return arguments(self.snapshot.args, self.snapshot.kwargs)
+
+    def results(self) -> Iterator[tuple[Key, Tensor]]:
+        """Everything that is compared, by key."""
+        for place, tensor in enumerate(self.inputs):
+            yield ("received", place), tensor
+        for place, (_, tensor) in enumerate(trees.named_tensors(self.output)):
+            yield ("output", place), tensor
+        for name, tensor in trees.named_tensors(self.after):
+            yield ("argument", name), tensor
+        for name, tensor in self.buffers.items():
+            yield ("buffer", name), tensor
+        yield from self.gradients().items()
+
+    def gradients(self) -> dict[Key, Tensor]:
+        """Of inputs, parameters and outputs, as the call itself made or got them."""
+        found = self.region.found
+        of_inputs: dict[Key, Tensor] = {
+            ("grad_input", place): found["input", place]
+            for place in range(len(self.inputs))
+            if ("input", place) in found
+        }
+        of_outputs: dict[Key, Tensor] = {
+            ("grad_output", f"{what} {place}"): tensor
+            for (what, place), tensor in self.region.of_outputs.items()
+        }
+        of_parameters: dict[Key, Tensor] = {
+            ("param", name): found["parameter", name]
+            for name, _ in self.module.named_parameters()
+            if ("parameter", name) in found
+        }
+        return {**of_inputs, **of_outputs, **of_parameters}
+
+    def release(self) -> None:
+        """Let go of every tensor."""
+        self.region.release()
+        self.output, self.after, self.buffers = None, {}, {}
+
+
+def _frozen(tensor: Tensor) -> Tensor:
+    twin = tensor.detach().clone()
+    return twin.requires_grad_() if tensor.requires_grad else twin
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Side:
+    """What one run of the step did.
+
+    Attributes:
+        calls: by name of the module, in order.
+        order: names in the order of their first call.
+        backward_order: names in the order in which backward reached them.
+        loss: what the step returned; NaN where that was None.
+    """
+
+    twin: nn.Module
+    calls: dict[str, list[SideCall]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    backward_order: list[str] = field(default_factory=list)
+    loss: float = math.nan
+    loss_recorded: bool = False
+    root_inputs: list[Array] | None = None
+    """Of the first call of the root; None: it was not called."""
+    original_called: bool = False
+    errors: list[str] = field(default_factory=list)
+    """Our own failures before a call could be taken down."""
+
+    @property
+    def was_called(self) -> bool:
+        """The step called the copy, or a wrapped module of it."""
+        return self.root_inputs is not None or any(self.calls.values())
+
+    def release(self) -> None:
+        """Let go of the copy and of every tensor."""
+        for call in itertools.chain.from_iterable(self.calls.values()):
+            call.release()
+        self.calls.clear()
+        self.twin = nn.Identity()
+
+
+class _Recorder:
+    """Takes down the calls of one run."""
+
+    def __init__(self, side: Side, *, cast_dtype: Any, limit_hits: list[str]) -> None:
+        self._side, self._cast_dtype, self._limit_hits = side, cast_dtype, limit_hits
+        self._versions = _versions(side.twin)
+        self._count = itertools.count()
+
+    def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
+        calls = self._side.calls.setdefault(name, [])
+
+        def around(run: Any, args: Any, kwargs: Any) -> Any:
+            call = self._before(name, module, args, kwargs)
+            hits = len(self._limit_hits)
+            with counted() as executions:
+                output = run(*args, **kwargs)
+            if call is not None:
+                call.executions, call.limit_hit = executions[0], len(self._limit_hits) > hits
+                self._after(name, call, output)
+                calls.append(call)
+            return output
+
+        return around
+
+    @_torch.not_by_dynamo
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> SideCall | None:
+        if name not in self._side.order:
+            self._side.order.append(name)
+        try:
+            return SideCall(
+                module,
+                Snapshot.take(module, args, kwargs, cast_dtype=self._cast_dtype),
+                RegionGradients(module, args, kwargs, copies=True),
+                is_recompute=_torch.inside_autograd(),
+                training={key: item.training for key, item in module.named_modules()},
+                moved=self._versions != _versions(self._side.twin),
+                started=next(self._count),
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
+            self._side.errors.append(f"{name or '<root>'}: {type(error).__name__}: {error}")
+            return None
+
+    @_torch.not_by_dynamo
+    def _after(self, name: str, call: SideCall, output: Any) -> None:
+        try:
+            call.random_after = torch.get_rng_state()
+            with _torch.no_modes():
+                call.output = trees.rebuilt(output, _frozen)
+                call.after = trees.rebuilt(call.region.arguments, _frozen)
+                buffers = call.module.named_buffers()
+                call.buffers = {key: item.detach().clone() for key, item in buffers}
+            call.region.attach(output, on_first=lambda: self._reached(name), on_done=_nothing)
+            call.region.forget_inputs()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
+            call.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+    def _reached(self, name: str) -> None:
+        if name not in self._side.backward_order:
+            self._side.backward_order.append(name)
+
+
+def _nothing() -> None:
+    """All is read when the run is over."""
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [-1 if item.is_inference() else item._version for item in model.parameters()]
+
+
+@contextlib.contextmanager
+def _around(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Every call of the module goes through `around(run, args, kwargs)`, for a while."""
+    before = module.__dict__.get("_compiled_call_impl")
+    inner = module._call_impl if before is None else before
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or replaying():
+            return inner(*args, **kwargs)
+        return around(inner, args, kwargs)
+
+    module.__dict__["_compiled_call_impl"] = call
+    try:
+        yield
+    finally:
+        if before is None:
+            module.__dict__.pop("_compiled_call_impl", None)
+        else:
+            module.__dict__["_compiled_call_impl"] = before
+
+
+def run_side(
+    run_step: RunStep,
+    twin: nn.Module,
+    targets: Sequence[Target],
+    *,
+    original: nn.Module,
+    keeper: Keeper,
+    backend: Any = None,
+    cast_dtype: torch.dtype | None = None,
+    convert: Callable[[Tensor], Tensor] | None = None,
+) -> Side:
+    """Run the step on a copy, and take down what its wrapped modules got and gave.
+
+    Args:
+        run_step: of the user; may return the loss.
+        twin: a copy of the original.
+        targets: modules of the copy.
+        original: is not called, and it is noticed if it is.
+        keeper: undoes what the step does beside the copy.
+        backend: of `torch.compile`; None: eager.
+        cast_dtype: autocast in the targets.
+        convert: applied to floating tensors among the inputs of the copy.
+
+    Raises:
+        Whatever `run_step` raises; what is no loss is an ArgumentError or an ArgumentTypeError.
+    """
+    side = Side(twin)
+    boundaries: list[Boundary] = []
+
+    @_torch.not_by_dynamo
+    def arrives(args: Any, kwargs: Any) -> Any:
+        keeper.hold((args, kwargs))
+        if side.root_inputs is None:
+            side.root_inputs = [array_of(item).copy() for item in trees.tensors((args, kwargs))]
+        return (args, kwargs) if convert is None else trees.rebuilt((args, kwargs), convert)
+
+    def at_root(run: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = arrives(args, kwargs)
+        return run(*args, **kwargs)
+
+    def at_original(run: Any, args: Any, kwargs: Any) -> Any:
+        side.original_called = True
+        return run(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keeper.one_run(twin))
+        limit_hits = stack.enter_context(_torch.recompile_limit_hits())
+        recorder = _Recorder(side, cast_dtype=cast_dtype, limit_hits=limit_hits)
+        stack.enter_context(_around(original, at_original))
+        for target in targets:
+            around = recorder.around(target.name, target.module) if target.checked else None
+            boundary = Boundary(target.module, backend, cast_dtype=cast_dtype, around=around)
+            boundaries.append(boundary)
+            stack.callback(boundary.remove)
+        with _around(twin, at_root):
+            loss = run_step(twin)
+        if loss is not None:
+            side.loss, side.loss_recorded = as_float(loss), True
+    return side
+
+
+def same_inputs(one: Side, other: Side) -> bool:
+    """The first call of the root got the same values in both runs."""
+    left, right = one.root_inputs, other.root_inputs
+    if left is None or right is None:
+        return left is right
+    return len(left) == len(right) and all(
+        mine.shape == theirs.shape and mine.dtype == theirs.dtype and _equal(mine, theirs)
+        for mine, theirs in zip(left, right, strict=True)
+    )
+
+
+def _equal(one: Array, other: Array) -> bool:
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
