@@ -307,7 +307,8 @@ class _GraphListener(logging.Handler):
         names = [artifact.get("name")] if isinstance(artifact, dict) else list(metadata)
         stage = next((_STAGES[name] for name in names if name in _STAGES), None)
         if stage is not None and isinstance(text, str):
-            self._write(stage, text)
+            # torch calls some graphs by a name that is no Python
+            self._write(stage, text.replace("class <lambda>(", "class GraphModule("))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from loguru import logger
 from torch import Tensor, nn
 
 import modulecheck
@@ -828,20 +827,6 @@ def test_capture_input_shows_or_hides_the_section(capture_input: bool, capsys: A
     checker.wrap(workload.model.head)
     checker.report(checker.compare(lambda model: workload.step(), workload.model))
     assert ("FORWARD INPUT" in capsys.readouterr().out) == capture_input
-
-
-def test_dump_graphs_is_not_taken_in_silence() -> None:
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(message.record["message"]))
-    try:
-        checker = PrecisionChecker(dump_graphs=True)
-        model = nn.Sequential(Block(), Block())
-        checker.wrap_by_policy(model, (Block,))
-        with checker.installed(model):
-            pass
-    finally:
-        logger.remove(sink)
-    assert any("dump_graphs" in line and "no graph" in line for line in said)
 
 
 def test_inductor_without_a_compiler_is_said_before_the_step(
