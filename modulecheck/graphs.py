@@ -68,7 +68,7 @@ class GraphDump:
             return [f"graph_dir={str(self._folder)!r} cannot be written: {self._problem}"]
         if not self._num_written:
             return [
-                f"no graph was written to {self._folder}: nothing was compiled, or Dynamo had compiled"
-                " it before (torch._dynamo.reset() makes it compile again)"
+                f"no graph was written to {self._folder}: nothing was compiled, or Dynamo had"
+                " compiled it before (torch._dynamo.reset() makes it compile again)"
             ]
         return [f"{self._num_written} graphs were written to {self._folder}"]
