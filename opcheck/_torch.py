@@ -40,6 +40,8 @@ __all__ = [
     "KernelTable",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "active_modes",
+    "as_in_the_step",
     "call_kernel",
     "compiled_regions",
     "current_autograd_node",
@@ -108,7 +110,7 @@ _reference = _Reference()
 
 def running_reference() -> bool:
     """True while this thread does reference work: kernels under test stand aside then."""
-    return bool(_reference.open)
+    return bool(_reference.open) and _reference.open[-1].stands_aside
 
 
 def reference_depth() -> int:
@@ -134,6 +136,8 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
 
     __slots__ = ("_guards",)
     _guards: list[Any]
+    stands_aside = True
+    """Kernels under test do, for torch's own."""
 
     def __enter__(self) -> None:
         guards = self._guards = []
@@ -146,7 +150,7 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
             guards[-1].__enter__()
             if mode_stack_length():
                 self._push(_disable_current_modes())
-            if kernels().overridden:
+            if self.stands_aside and kernels().overridden:
                 self._push(_Originals())  # type: ignore[no-untyped-call]
         except BaseException:  # Ctrl-C must not leave autograd off
             self.__exit__()
@@ -161,6 +165,18 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
             self._guards.pop().__exit__(None, None, None)
         if _reference.open and _reference.open[-1] is self:
             _reference.open.pop()
+
+
+class as_in_the_step(outside_everything):  # noqa: N801 - as above
+    """As outside of everything, but whatever kernel the step ran runs again."""
+
+    __slots__ = ()
+    stands_aside = False
+
+
+def active_modes() -> list[Any]:
+    """The dispatch modes that a call of this thread goes through, innermost last."""
+    return list(_mode_stack())
 
 
 @contextlib.contextmanager

@@ -99,6 +99,8 @@ class Call:
     """Above `max_numel`: a sample of it is looked at."""
     device_type: str = ""
     """Of a part of a large call: where that one ran, "" for the CPU."""
+    repeat: Any = None
+    """What a second run needs, where there will be one."""
     frame: Any = None
     """The innermost open module call, for the origin of non-finite values."""
 

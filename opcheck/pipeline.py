@@ -29,6 +29,7 @@ from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.policy import Policy, describe
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
 from opcheck.references import Reference, choose, snapshot
+from opcheck.repeats import REPEATED_UNCHECKED, Repeat, Repeats
 from opcheck.sampled import Criterion, Judged
 from opcheck.settings import Settings
 from opcheck.shadow import Shadow, is_followed, worded
@@ -87,6 +88,7 @@ class Pipeline:
         self._emit = emit
         self._keepers = keepers
         self._shadow = _shadow_of(settings)
+        self._repeats = _repeats_of(settings)
 
     # ---- told by the mode ----
 
@@ -108,6 +110,8 @@ class Pipeline:
 
     def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see Observer
         """The op gave `out`."""
+        if self._repeats is not None and isinstance(call, Call):
+            self._run_again(call, out, self._repeats)
         with self.lock:
             depth = _torch.reference_depth()
             try:
@@ -155,7 +159,7 @@ class Pipeline:
         if skip is not None:
             tracker.random_calls += skip is SkipReason.RANDOM
             ledger.skip(skip)
-            if self._shadow is None or not is_followed(traits.base, skip):
+            if not self._is_watched(traits, skip, module):
                 return False
             found = describe(func, args, kwargs)
         else:
@@ -180,6 +184,16 @@ class Pipeline:
         self._prepare(call)
         return call
 
+    def _is_watched(self, traits: OpTraits, skip: SkipReason, module: str) -> bool:
+        """True for calls that are never checked and yet followed or run twice."""
+        if self._shadow is not None and is_followed(traits.base, skip):
+            return True
+        return (
+            self._repeats is not None
+            and skip in REPEATED_UNCHECKED
+            and self._policy.outside(traits, module, self.step) is None
+        )
+
     def _prepare(self, call: Call) -> None:
         """Keep what the op may change."""
         start = perf_counter()
@@ -194,6 +208,8 @@ class Pipeline:
                 self._shadow.before(call)
         if call.skipped is None and _torch.kernels().is_overridden(call.traits.qualified):
             keep_inputs(call)
+        if self._repeats is not None:
+            self._repeats.before(call)
         self.ledger.check_seconds += perf_counter() - start
 
     def _prepare_large(self, call: Call) -> None:
@@ -218,6 +234,21 @@ class Pipeline:
             counts.attempts += 1
         self.ledger.check_seconds += perf_counter() - start
         return skip
+
+    def _run_again(self, call: Call, out: Any, repeats: Repeats) -> None:
+        """Not under the lock: a kernel may wait for threads of its own, whose calls take it."""
+        start = perf_counter()
+        depth = _torch.reference_depth()
+        try:
+            call.repeat = repeats.after(call, out)
+        except BaseException as error:  # our crash must not be the user's
+            _torch.leave_references(depth)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            call.repeat = None
+            repeats.crashed()
+        with self.lock:
+            self.ledger.check_seconds += perf_counter() - start
 
     def _follow(self, call: Call, out: Any, skip: SkipReason | None) -> None:
         """Let the shadow take note of a call that was not measured."""
@@ -291,6 +322,7 @@ class Pipeline:
                 found = replace(found, notes=(*found.notes, note))
             record = self._record(call, out, found, judged.label, rtol, atol)
             record = replace(record, blame=blame) if blame is not None else record
+            record = _with_repeat(record, call.repeat)
         self._judged(call, out, _Held(record, call.site, call.signature, found.compared), held=held)
         return None
 
@@ -461,6 +493,9 @@ class Pipeline:
             found = self.ledger.coverage()
             if self._shadow is not None:
                 found = replace(found, shadow=self._shadow.counts())
+            if self._repeats is not None:
+                counts, unequal = self._repeats.counts(), self._repeats.differences
+                found = replace(found, repeat=counts, unrepeatable=unequal)
             return found
 
     def end_step(self) -> None:
@@ -489,9 +524,10 @@ class Pipeline:
                 self._shadow.forget()
 
     @property
-    def shadow_problem(self) -> str:
-        """Traceback of the first crash of ours in the shadow, or ""."""
-        return "" if self._shadow is None else self._shadow.problem
+    def own_problem(self) -> str:
+        """Traceback of the first crash of ours in the shadow or in a second run, or ""."""
+        problems = [part.problem for part in (self._shadow, self._repeats) if part is not None]
+        return "\n".join(problem for problem in problems if problem)
 
 
 def _shadow_of(settings: Settings) -> Shadow | None:
@@ -500,6 +536,19 @@ def _shadow_of(settings: Settings) -> Shadow | None:
     return Shadow(
         limit_bytes=settings.max_shadow_bytes, max_numel=settings.max_numel, seed=settings.seed
     )
+
+
+def _repeats_of(settings: Settings) -> Repeats | None:
+    if not settings.repeat:
+        return None
+    return Repeats(max_checks=settings.max_checks, max_numel=settings.max_numel)
+
+
+def _with_repeat(record: OpRecord, repeat: Repeat | None) -> OpRecord:
+    if repeat is None:
+        return record
+    notes = record.notes if repeat.same else (*record.notes, repeat.note)
+    return replace(record, repeats=repeat.same, notes=notes)
 
 
 def _with_origin(record: OpRecord, born: Born) -> OpRecord:

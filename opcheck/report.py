@@ -11,6 +11,7 @@ from pathlib import Path
 from opcheck.printing import Style, number, style_for
 from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
 from opcheck.review import Run, Tally
+from opcheck.runnotes import nonfinite_lines, repeat_lines
 
 __all__ = [
     "SORTS",
@@ -52,7 +53,9 @@ def render(
     if run.verdict is not Verdict.PASS:
         blocks.append(_first_error(run, style))
         blocks.append(_failing(run, style))
+    blocks.append(nonfinite_lines(run.coverage, style))
     blocks.extend(list(table) for table in tables)
+    blocks.append(repeat_lines(run.coverage, style))
     blocks.append(_coverage(run, style))
     blocks.append(_unchecked(run.coverage, style))
     blocks.append(_next(run, style, log_path, run_option))

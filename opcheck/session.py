@@ -220,8 +220,8 @@ class Session:
     def _problems(self) -> list[str]:
         problem = self._files.problem
         found = [f"the log is incomplete: {problem}"] if problem else []
-        shadow = self._pipeline.shadow_problem
-        return [*found, f"opcheck's own error in the shadow:\n{shadow}"] if shadow else found
+        own = self._pipeline.own_problem
+        return [*found, f"opcheck's own error, beside the verdict:\n{own}"] if own else found
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -27,7 +27,7 @@ def blamed(step: Callable[[], Any], tmp_path, model: nn.Module | None = None, **
     """Run a step under blame; return the session."""
     with opcheck.check(model, log_dir=tmp_path, quiet=True, blame=True, **options) as session:
         step()
-    assert session._pipeline.shadow_problem == ""
+    assert session._pipeline.own_problem == ""
     assert session.coverage.adds_up
     assert session.coverage.errors == 0
     return session
@@ -247,7 +247,7 @@ def test_step_is_bit_for_bit_the_same(build, tmp_path):
         num_steps=2,
     )
     assert session.coverage.shadow["followed"] > 50
-    assert session._pipeline.shadow_problem == ""
+    assert session._pipeline.own_problem == ""
 
 
 def test_memory_bound_is_kept_and_said(tmp_path):

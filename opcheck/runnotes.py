@@ -1,0 +1,76 @@
+"""What a report says beside verdict and coverage: what did not repeat, the first NaN or Inf."""
+
+from __future__ import annotations
+
+from opcheck.printing import Style
+from opcheck.records import Coverage
+
+__all__ = ["nonfinite_lines", "repeat_lines"]
+
+MAX_ROWS = 20
+
+
+def repeat_lines(coverage: Coverage, style: Style) -> list[str]:
+    """What was run twice, and what did not give the same bits."""
+    counts = coverage.repeat
+    if not counts:
+        return []
+    different = sum(item.calls for item in coverage.unrepeatable)
+    repeated = counts.get("run twice", 0)
+    text = f"{repeated:,} calls; {repeated - different:,} gave the same bits again"
+    if different:
+        text += f", {different:,} did NOT (this is apart from the verdict)"
+    lines = [style.paint("run twice on the same inputs", "bold"), *style.wrap(text, "    ", "  ")]
+    rows = [
+        [
+            item.op,
+            item.module or "<root>",
+            item.phase,
+            f"{item.calls:,}",
+            str(item.first),
+            f"{item.max_abs:.3g}",
+        ]
+        for item in coverage.unrepeatable[:MAX_ROWS]
+    ]
+    if rows:
+        head = ["op", "module", "phase", "calls", "first", "differ by"]
+        numbers = frozenset({"calls", "first", "differ by"})
+        lines += style.table(head, rows, numbers=numbers)
+    if len(coverage.unrepeatable) > MAX_ROWS:
+        lines.append(f"  and {len(coverage.unrepeatable) - MAX_ROWS:,} more (--json lists all)")
+    skipped = [
+        f"{style.text(name.partition(': ')[2], 80)} {count:,}"
+        for name, count in counts.items()
+        if ": " in name and count
+    ]
+    if skipped:
+        lines += style.wrap(f"not run twice: {', '.join(skipped)}", "    ", "  ")
+    return lines
+
+
+def nonfinite_lines(coverage: Coverage, style: Style) -> list[str]:
+    """The first call that made NaN or Inf of finite inputs."""
+    birth = coverage.first_nonfinite
+    if birth is None:
+        return []
+
+    def field(name: str, text: str) -> list[str]:
+        return style.wrap(text, " " * 13, f"  {name:<11}") if text else []
+
+    module = style.text(birth.module) or "<root>"
+    where = f"{style.text(birth.phase)}, step {birth.step}, call {birth.index}"
+    place = f" at [{', '.join(map(str, birth.place))}]"
+    place += f" of output {birth.output}" if birth.output else ""
+    judged = {
+        "PASS": "agrees with its reference: the values are what is wrong, not the kernel",
+        "FAIL": "FAILs",
+        "": "was not checked",
+    }.get(birth.verdict, style.text(birth.verdict))
+    lines = [style.paint("first NaN or Inf made of finite inputs", "bold")]
+    lines += field("op", style.text(birth.op))
+    lines += field("module", f"{module} ({where})")
+    lines += field("source", style.text(birth.source))
+    lines += field("value", f"{style.text(birth.value)}{place}")
+    for number, text in enumerate(birth.inputs):
+        lines += field("inputs" if not number else "", style.text(text, 1000))
+    return lines + field("verdict", f"the call {judged}")
