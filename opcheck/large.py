@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from opcheck.attention_rows import is_attention, judge_attention
 from opcheck.calls import Call
-from opcheck.large_table import is_pointwise, lists_of, spaces_of
+from opcheck.convolutions import is_convolution, judge_convolution
+from opcheck.large_table import FACTORIES, is_pointwise, lists_of, spaces_of
 from opcheck.products import is_product, judge_grid, judge_projection, pick_grid, products_of
 from opcheck.records import SkipReason
 from opcheck.sampled import (
@@ -21,11 +23,9 @@ from opcheck.sampled import (
     sample_of,
 )
 from opcheck.slices import Kept, Part, Pick, cut_with, keep, part_of_slices
+from opcheck.wholes import is_whole, judge_whole
 
 __all__ = ["judge_large", "prepare_large", "strategy_of"]
-
-FACTORIES = frozenset({"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"})
-"""Every element alike: a sample is made by asking for fewer."""
 
 
 def strategy_of(call: Call) -> str:
@@ -34,6 +34,12 @@ def strategy_of(call: Call) -> str:
         return "sampled_elements"
     if is_product(call):
         return "projection"
+    if is_convolution(call):
+        return "adjoint_probe"
+    if is_attention(call):
+        return "attention"
+    if is_whole(call):
+        return "exact_full"
     if spaces_of(call):
         return "sampled_rows"
     return "not_checkable"
@@ -75,8 +81,9 @@ def judge_large(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReas
     if strategy == "sampled_elements":
         earlier = call.large if isinstance(call.large, ElementsKept) else None
         return judge_elements_of(call, out, earlier, criterion)
-    if strategy == "projection":
-        return _judge_product(call, out, criterion)
+    known = _JUDGES.get(strategy)
+    if known is not None:
+        return known(call, out, criterion)
     if strategy == "sampled_rows":
         return _judge_rows(call, out, criterion)
     return SkipReason.NOT_CHECKABLE
@@ -89,7 +96,8 @@ def _judge_product(call: Call, out: Any, criterion: Criterion) -> Judged | SkipR
     products = products_of(call, out)
     if products:
         return judge_projection(call, out, products, criterion)
-    return judge_grid(call, out, pick_grid(call, rng_of(call, criterion.seed)), None, criterion)
+    picks = pick_grid(call, rng_of(call, criterion.seed), out)
+    return judge_grid(call, out, picks, None, criterion)
 
 
 def _judge_rows(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:
@@ -115,3 +123,11 @@ def _add(
 ) -> None:
     parts.append(part_of_slices(call, out, [pick], kept))
     details.append(f"{pick.count:,} of {pick.space.count:,} slices")
+
+
+_JUDGES = {
+    "projection": _judge_product,
+    "adjoint_probe": judge_convolution,
+    "attention": judge_attention,
+    "exact_full": judge_whole,
+}

@@ -18,7 +18,7 @@ from opcheck.calls import Call
 from opcheck.golden_rules import argument
 from opcheck.slices import Space
 
-__all__ = ["LISTS", "POINTWISE", "SPACES", "is_pointwise", "lists_of", "spaces_of"]
+__all__ = ["FACTORIES", "LISTS", "POINTWISE", "SPACES", "is_pointwise", "lists_of", "spaces_of"]
 
 Rule = Callable[[Call], list[Space]]
 
@@ -26,14 +26,12 @@ POINTWISE = frozenset(
     {
         "masked_fill", "masked_fill_", "fill", "fill_", "zero", "zero_", "zeros_like", "ones_like",
         "full_like", "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
-        "hardswish", "hardswish_", "hardswish_backward", "leaky_relu_backward",
-        "binary_cross_entropy_with_logits_backward", "_prelu_kernel", "_prelu_kernel_backward",
-        "polar", "complex", "clamp_min", "clamp_max", "clamp_min_", "clamp_max_", "logit_backward",
-        "log_sigmoid_forward", "log_sigmoid_backward", "rsub", "isin", "real", "imag",
-        "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__", "threshold_",
-        "hardtanh_", "silu_", "gelu_", "celu_", "elu_", "leaky_relu_", "relu6", "mish_backward",
-        "elu_backward", "softplus_backward", "hardsigmoid_backward", "hardtanh_backward",
-        "glu_jvp", "true_divide", "floor_divide", "floor_divide_",
+        "hardswish", "hardswish_", "hardswish_backward", "leaky_relu_backward", "_prelu_kernel",
+        "_prelu_kernel_backward", "polar", "complex", "clamp_min", "clamp_max", "clamp_min_",
+        "clamp_max_", "logit_backward", "log_sigmoid_backward", "rsub", "threshold_", "hardtanh_",
+        "silu_", "gelu_", "celu_", "elu_", "leaky_relu_", "mish_backward", "elu_backward",
+        "softplus_backward", "hardsigmoid_backward", "hardtanh_backward", "floor_divide",
+        "floor_divide_",
     }
 )  # fmt: skip
 """Ops that act on each element alone and carry no tag."""
@@ -45,6 +43,8 @@ _LOSSES_WITH_MEAN = frozenset(
 
 LISTS = ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 """Prefixes of ops that act on lists of tensors, each element alone."""
+FACTORIES = frozenset({"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"})
+"""Ops that make elements, all alike: a sample is made by asking for fewer."""
 _REDUCING_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
@@ -53,8 +53,6 @@ def is_pointwise(call: Call) -> bool:
     base = call.traits.base
     if base in _LOSSES_WITH_MEAN:
         return bool(argument(call, "reduction", 1) != 1)
-    if base == "isin" and not isinstance(argument(call, "elements"), Tensor):
-        return False
     return base in POINTWISE or "pointwise" in _torch.tags_of(call.func)
 
 
@@ -356,10 +354,10 @@ SPACES: Mapping[str, Rule] = MappingProxyType(
         "_fused_rms_norm_backward": both(_layer_norm_rows("rstd"), _layer_norm_weights),
         "native_batch_norm": fixed({"input": 1, **_CHANNELS}, {0: 1, 1: 0, 2: 0}),
         **dict.fromkeys(
-            ("_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-             "_native_batch_norm_legit.no_stats"),
+            ("_native_batch_norm_legit", "_native_batch_norm_legit.no_stats"),
             fixed({"input": 1, **_CHANNELS}, {0: 1, 1: 0, 2: 0}),
         ),
+        "_native_batch_norm_legit_no_training": fixed({"input": 1, **_CHANNELS}, {0: 1}),
         "native_batch_norm_backward": fixed(
             {"grad_out": 1, "input": 1, **_CHANNELS, "save_mean": 0, "save_invstd": 0},
             {0: 1, 1: 0, 2: 0},

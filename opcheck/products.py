@@ -18,7 +18,15 @@ from opcheck.golden_rules import argument
 from opcheck.projection import SUSPECT, Product, Residual, product_rows, project
 from opcheck.records import Metrics, SkipReason
 from opcheck.references import host_array, uses_tf32
-from opcheck.sampled import MAX_PART, Criterion, Judged, judge_parts, rng_of, sample_of
+from opcheck.sampled import (
+    MAX_PART,
+    Criterion,
+    Judged,
+    judge_parts,
+    nonfinite_rows,
+    rng_of,
+    sample_of,
+)
 from opcheck.slices import Kept, Pick, Space, part_of_slices, strata
 from opcheck.verdicts import Outcome, Rule, judge_allclose, judge_baseline, judge_golden
 
@@ -403,8 +411,11 @@ def _grid_spaces(call: Call) -> list[Space]:
     return spaces
 
 
-def pick_grid(call: Call, rng: np.random.Generator) -> list[Pick]:
-    """About one element in 32 of a product: some rows times some columns, in every batch."""
+def pick_grid(call: Call, rng: np.random.Generator, out: Any = None) -> list[Pick]:
+    """About one element in 32 of a product: some rows times some columns, in every batch.
+
+    Rows and columns of the first NaN and Inf of `out` are added.
+    """
     spaces = _grid_spaces(call)
     depth = argument(call, FACTORS[call.traits.base][0]).shape[-1]
     rows, columns = spaces[0].count, spaces[1].count
@@ -418,7 +429,10 @@ def pick_grid(call: Call, rng: np.random.Generator) -> list[Pick]:
     for space, count in zip(spaces, (num_rows, num_columns, taken), strict=False):
         flat = strata(space.count, count, rng)
         if flat.size < space.count:
-            index = np.unravel_index(flat, space.sizes)
+            index = np.stack(np.unravel_index(flat, space.sizes))
+            bad = nonfinite_rows(space, out) if isinstance(out, Tensor) else ()
+            if bad:
+                index = np.unique(np.concatenate([index, np.stack(bad)], axis=1), axis=1)
             picks.append(Pick(space, tuple(np.asarray(item, dtype=np.int64) for item in index)))
     return picks
 

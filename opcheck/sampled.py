@@ -235,6 +235,12 @@ def find_nonfinite(tensor: Tensor) -> Array:
     return np.concatenate(found)[:_NONFINITE_LOOKED_AT]
 
 
+def nonfinite_places(tensor: Tensor) -> Array:
+    """Coordinates of the first few NaN and Inf of a result, [places, dimensions]."""
+    positions = find_nonfinite(tensor)
+    return np.stack(np.unravel_index(positions, tuple(tensor.shape)), axis=1)
+
+
 def nonfinite_rows(space: Space, out: Any) -> tuple[Array, ...]:
     """The slices of a space that hold NaN or Inf, the first few."""
     leaves = [leaf.value for leaf in leaves_of(out)]
@@ -242,12 +248,10 @@ def nonfinite_rows(space: Space, out: Any) -> tuple[Array, ...]:
     if number >= len(leaves) or not isinstance(leaves[number], Tensor):
         return ()
     result = leaves[number]
-    positions = find_nonfinite(result)
-    if not positions.size:
+    places = nonfinite_places(result)
+    if not places.size:
         return ()
-    places = np.unravel_index(positions, tuple(result.shape))
-    rows = np.stack([places[dim] for dim in space.outputs[number]])
-    return tuple(np.unique(rows, axis=1)[:, :4])
+    return tuple(np.unique(places[:, list(space.outputs[number])], axis=0)[:4].T)
 
 
 # ---- elements -----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ __all__ = [
     "cut_with",
     "gather_flat",
     "keep",
+    "one_in",
     "part_of",
     "part_of_slices",
     "strata",
@@ -136,6 +137,13 @@ def strata(total: int, count: int, rng: np.random.Generator) -> Array:
         return np.arange(total)
     edges = np.linspace(0, total, count + 1).astype(np.int64)
     chosen = rng.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1))
+    return np.unique(np.concatenate([chosen, [0, total - 1]]))
+
+
+def one_in(total: int, step: int, rng: np.random.Generator) -> Array:
+    """One position of each block of `step`, the first and the last."""
+    starts = np.arange(0, total, step)
+    chosen = rng.integers(starts, np.minimum(starts + step, total))
     return np.unique(np.concatenate([chosen, [0, total - 1]]))
 
 
