@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from modulecheck.compared import References
 from modulecheck.goldens import Key, array_of
 from modulecheck.module_rule import KINK_DRAWS
-from modulecheck.sides import Side
+from modulecheck.sides import Side, same_inputs, same_random
 from opcheck import tolerances as tol
 from opcheck.golden_rules import wider
 from opcheck.verdicts import rms, spacing_of
@@ -81,7 +81,7 @@ class ChainGoldens:
         run: Callable[[Change], Side],
         *,
         wanted: set[Place],
-        is_same: Callable[[Side], bool],
+        eager: Side,
         forward_error: float,
     ) -> None:
         """Nothing runs yet.
@@ -89,10 +89,10 @@ class ChainGoldens:
         Args:
             run: runs the step in eager, on a copy with a change.
             wanted: what is kept of a run.
-            is_same: True for a run in which the model got the inputs of the real ones.
+            eager: the real run; one that got other inputs or drew other random numbers is none.
             forward_error: relative size of the error of eager's and compiled's outputs.
         """
-        self._run_step, self._wanted, self._is_same = run, wanted, is_same
+        self._run_step, self._wanted, self._eager = run, wanted, eager
         self._forward_error = forward_error
         self._runs: dict[tuple[str, int], dict[Place, Array] | None] = {}
         self.missing = ""
@@ -124,8 +124,6 @@ class ChainGoldens:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 side = self._run_step(change)
-            if not self._is_same(side):
-                raise RuntimeError("run_step gave the model other inputs in this run")
             return self._kept(side)
         except Exception as error:  # noqa: BLE001 - a model may refuse float64 in any way
             if kind == "golden":
@@ -133,9 +131,14 @@ class ChainGoldens:
             return None
 
     def _kept(self, side: Side) -> dict[Place, Array]:
+        if not same_inputs(self._eager, side):
+            raise RuntimeError("run_step gave the model other inputs in this run")
         kept: dict[Place, Array] = {}
         for name, calls in side.calls.items():
+            real = self._eager.calls.get(name, [])
             for index, call in enumerate(calls):
+                if index < len(real) and not same_random(real[index], call):
+                    raise RuntimeError("other random numbers were drawn in this run")
                 for key, tensor in call.results():
                     if (name, index, key) in self._wanted:
                         kept[name, index, key] = array_of(tensor).copy()

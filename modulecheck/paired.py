@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-import torch
-
 from modulecheck.compared import Compared, Rule
 from modulecheck.goldens import Key
 from modulecheck.pairing import GRADIENTS, Item, Pairs, with_note
 from modulecheck.remarks import NOTHING_TO_COMPILE, RECOMPILE_LIMIT
 from modulecheck.results import ModuleDiff
-from modulecheck.sides import Side, SideCall
+from modulecheck.sides import Side, SideCall, same_random
 from opcheck.records import Verdict
 
 __all__ = ["PairedCall", "paired_calls"]
@@ -115,14 +113,7 @@ class PairedCall:
         """The two sides drew other random numbers, before the call or in it."""
         if self.eager is None or self.compiled is None:
             return False
-        both = [
-            (call.snapshot.random.torch_cpu, call.random_after)
-            for call in (self.eager, self.compiled)
-        ]
-        return any(
-            one is not None and other is not None and not torch.equal(one, other)
-            for one, other in zip(*both, strict=True)
-        )
+        return not same_random(self.eager, self.compiled)
 
     def failed_in(self, phase: str) -> list[Item]:
         """Failing items of "forward" or "backward"; inputs are neither."""

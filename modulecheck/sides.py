@@ -357,5 +357,16 @@ def same_inputs(one: Side, other: Side) -> bool:
     )
 
 
+def same_random(one: SideCall, other: SideCall) -> bool:
+    """Both calls found the generator in one state, and left it in one."""
+    pairs = (
+        (one.snapshot.random.torch_cpu, other.snapshot.random.torch_cpu),
+        (one.random_after, other.random_after),
+    )
+    return all(
+        mine is None or theirs is None or torch.equal(mine, theirs) for mine, theirs in pairs
+    )
+
+
 def _equal(one: Array, other: Array) -> bool:
     return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
