@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulecheck.checker import PrecisionChecker
+    from modulecheck.ranks import MergedReport, RankReport, merge_reports
     from modulecheck.results import CompareResult, ModuleDiff, TensorDiff
     from modulecheck.tensor_asserts import assert_tensor_allclose, assert_tensor_equal
     from modulecheck.tensor_dump import DumpMode, load_dump
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
 _HOME = {
     "CompareResult": "results",
     "DumpMode": "tensor_dump",
+    "MergedReport": "ranks",
     "ModuleDiff": "results",
     "ModuleFinding": "tensor_records",
     "NameMismatch": "tensor_records",
     "PrecisionChecker": "checker",
+    "RankReport": "ranks",
     "TensorCheckResult": "tensor_records",
     "TensorChecker": "tensors",
     "TensorDiff": "results",
@@ -54,6 +57,7 @@ _HOME = {
     "assert_tensor_allclose": "tensor_asserts",
     "assert_tensor_equal": "tensor_asserts",
     "load_dump": "tensor_dump",
+    "merge_reports": "ranks",
     "module_register_tensor_checker": "tensor_hooks",
     "tensor_checker": "tensors",
 }
@@ -61,10 +65,12 @@ _HOME = {
 __all__ = [
     "CompareResult",
     "DumpMode",
+    "MergedReport",
     "ModuleDiff",
     "ModuleFinding",
     "NameMismatch",
     "PrecisionChecker",
+    "RankReport",
     "TensorCheckResult",
     "TensorChecker",
     "TensorDiff",
@@ -73,6 +79,7 @@ __all__ = [
     "assert_tensor_allclose",
     "assert_tensor_equal",
     "load_dump",
+    "merge_reports",
     "module_register_tensor_checker",
     "tensor_checker",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from modulecheck import _torch
 from modulecheck import report as _report
 from modulecheck.compared import Rule
+from modulecheck.gathering import gathered, report_ranks
 from modulecheck.remarks import Settings
 from modulecheck.results import CompareResult
 from modulecheck.selection import Selection
@@ -289,7 +290,13 @@ class PrecisionChecker:
         result.save(path)
 
     def report(
-        self, result: CompareResult, csv_path: str | Path | None = None, *, verbose: bool = False
+        self,
+        result: CompareResult,
+        csv_path: str | Path | None = None,
+        *,
+        verbose: bool = False,
+        gather: bool = False,
+        scenario: str = "core",
     ) -> None:
         """Print the result, and write a CSV where a path is given.
 
@@ -297,10 +304,26 @@ class PrecisionChecker:
             result: of `collect` or `compare`.
             csv_path: replaced as a whole, or left alone when writing fails.
             verbose: print every row that passed, also in a terminal.
+            gather: every rank of the process group calls this; rank 0 prints its own report and a
+                line for each rank, and writes the rows of all to one CSV of eleven columns. A rank
+                that does not call it within `rank_timeout_s` is named as missing.
+            scenario: for that CSV, a name for what was run.
+
+        Raises:
+            LogWriteError: the CSV cannot be written.
+            ArgumentError: scenario is no name.
         """
+        merged = None
+        if gather:
+            rank, merged = gathered(result, scenario=scenario, timeout_s=self.rank_timeout_s)
+            if rank:
+                return
         _report.print_report(result, verbose=verbose)
-        if csv_path is not None:
-            _report.write_csv(result, Path(csv_path))
+        path = None if csv_path is None else Path(csv_path)
+        if merged is not None:
+            report_ranks(merged, path)
+        elif path is not None:
+            _report.write_csv(result, path)
 
 
 def _validate(

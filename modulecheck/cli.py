@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_tensors(commands)
+    _add_merge(commands)
     return parser
 
 
@@ -88,3 +89,33 @@ def _tensors(chosen: argparse.Namespace) -> int:
     if result:
         print(result.report())
     return EXIT_STATUS[result.verdict]
+
+
+# ---- merge --------------------------------------------------------------------------------------
+
+
+def _add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "merge",
+        help="the CSV reports of several ranks as one",
+        description="Write the CSV reports of several ranks and scenarios as one, with the columns"
+        " rank and scenario before the others. They come from the file names:"
+        " precision_rank0.csv is rank 0 of core, precision_bf16_rank1.csv rank 1 of bf16.",
+        epilog=_STATUS_HELP,
+    )
+    parser.add_argument("reports", metavar="CSV", nargs="+")
+    parser.add_argument("-o", "--out", metavar="OUT", required=True, help="is replaced")
+    parser.add_argument("--scenario", metavar="NAME", help="of all files, whatever their names")
+    parser.add_argument(
+        "--rank", action="append", type=int, metavar="N", help="one a file, in their order"
+    )
+    parser.set_defaults(command=_merge)
+
+
+def _merge(chosen: argparse.Namespace) -> int:
+    from modulecheck.ranks import merge_reports
+
+    merged = merge_reports(chosen.reports, chosen.out, scenario=chosen.scenario, ranks=chosen.rank)
+    print("\n".join(merged.lines()))
+    print(f"CSV report saved to: {chosen.out}")
+    return EXIT_STATUS[merged.verdict]

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from modulecheck.csv_files import CSV_FIELDS, write_table
 from modulecheck.culprit import Culprit
 from modulecheck.results import BACKWARD, FORWARD, CompareResult, ModuleDiff, TensorDiff
-from opcheck.errors import LogWriteError
 from opcheck.printing import visible
 from opcheck.records import Verdict
 
-__all__ = ["CSV_FIELDS", "csv_rows", "drilldown_lines", "print_report", "report_lines", "write_csv"]
+__all__ = [
+    "CSV_FIELDS",
+    "csv_rows",
+    "drilldown_lines",
+    "print_report",
+    "reason_of",
+    "report_lines",
+    "write_csv",
+]
 
-CSV_FIELDS = (
-    "module_name",
-    "check_type",
-    "tensor_index",
-    "status",
-    "max_abs_diff",
-    "mean_abs_diff",
-    "max_rel_diff",
-    "shape",
-    "note",
-)
 ROOT = "<root>"
 MAX_PASS_ROWS = 20
 """More rows of PASS in one section are counted instead of printed, in a terminal."""
@@ -196,11 +189,12 @@ def _tail(result: CompareResult) -> Iterator[str]:
     name, phase = suspects[0]
     yield f"  First divergence: {visible(name or ROOT)} ({phase})"
     for name, phase in suspects:
-        found = next(diff for diff in result.diffs if diff.name == name)
-        yield f"    {visible(name or ROOT)} ({phase}): {visible(_reason(found, phase))}"
+        yield f"    {visible(name or ROOT)} ({phase}): {visible(reason_of(result, name, phase))}"
 
 
-def _reason(diff: ModuleDiff, phase: str) -> str:
+def reason_of(result: CompareResult, name: str, phase: str) -> str:
+    """Why the module of this name fails in forward or backward, "" if it does not."""
+    diff = next(diff for diff in result.diffs if diff.name == name)
     kinds = FORWARD if phase == "forward" else BACKWARD
     for place, call in enumerate(diff.calls or [diff]):
         if phase in call.inherited:
@@ -314,20 +308,5 @@ def write_csv(result: CompareResult, path: Path) -> None:
     Raises:
         LogWriteError: it cannot be written.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_FIELDS)
-    writer.writerows([visible(cell) for cell in row] for row in csv_rows(result))
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text.getvalue())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise LogWriteError(f"the CSV report cannot be written to {path}: {error}") from error
+    write_table(path, CSV_FIELDS, csv_rows(result))
     print(f"CSV report saved to: {path}")  # noqa: T201 - documented

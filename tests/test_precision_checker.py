@@ -69,9 +69,15 @@ def kinds_failed(result: CompareResult) -> set[tuple[str, str]]:
 
 
 def test_public_names() -> None:
-    assert {"PrecisionChecker", "TensorDiff", "ModuleDiff", "CompareResult"} <= set(
-        modulecheck.__all__
-    )
+    assert {
+        "PrecisionChecker",
+        "TensorDiff",
+        "ModuleDiff",
+        "CompareResult",
+        "merge_reports",
+        "MergedReport",
+        "RankReport",
+    } <= set(modulecheck.__all__)
     for name in modulecheck.__all__:
         assert getattr(modulecheck, name)
 
