@@ -84,6 +84,8 @@ class ReproKeeper:
 
     def _take(self, call: Call, record: OpRecord) -> str:
         settings = self._settings
+        if call.is_large and call.traits.mutates:
+            return "not saved, they wrote in place to more than max_numel elements"
         if len(self._failed) + len(self.paths) >= settings.max_repros:
             return f"not saved, max_repros={settings.max_repros} are"
         size = nbytes_of((call.args, call.kwargs))
