@@ -41,7 +41,8 @@ def identifier(name: str) -> str:
 _TAKEN = frozenset(
     {
         "torch", "math", "os", "sys", "inf", "nan", "device", "wide", "put", "call", "reference",
-        "inputs", "results", "judge", "main", "saved",
+        "inputs", "results", "judge", "main", "saved", "tensors", "constants", "compute", "given",
+        "held", "Graph", "DEVICE",
     }
 )  # fmt: skip
 """Names of a reproducer's own."""
@@ -241,6 +242,7 @@ _HEAD = """\
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import math
@@ -256,6 +258,7 @@ from torch import inf, nan
 """
 
 _SAVED = '''\
+@functools.cache
 def saved():
     """The tensors in the file beside this one."""
     return torch.load(Path(__file__).with_suffix(".pt"), weights_only=True)'''
