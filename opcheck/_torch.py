@@ -113,6 +113,30 @@ def running_reference() -> bool:
     return bool(_reference.open) and _reference.open[-1].stands_aside
 
 
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+
+
+def global_hook_counts() -> dict[str, int]:
+    """How many hooks apply to every module and to every optimizer."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    modules = {name: len(_need(module, name)) for name in _GLOBAL_HOOKS}
+    optimizers = {
+        name: len(_need(optimizer, name))
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    }
+    return modules | optimizers
+
+
 def reference_depth() -> int:
     """How many contexts of reference work are open in this thread."""
     return len(_reference.open)

@@ -86,6 +86,8 @@ class Call:
     """Memory shared by arguments, widened; one run of the golden at a time."""
     out_dtype: Any = None
     """dtype of the first inexact result, once the op has run."""
+    declared: Any = None
+    """dtypes that the op declares for its results; None where nobody knows."""
     rng_before: Any = None
     skipped: SkipReason | None = None
     """Not to be checked, and counted as such: only its values are followed."""

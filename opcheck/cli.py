@@ -179,8 +179,17 @@ _RUN_OPTIONS = (
 def _run(chosen: argparse.Namespace) -> int:
     from opcheck.runner import run_script
 
-    options = {name: getattr(chosen, name) for name in _RUN_OPTIONS if hasattr(chosen, name)}
-    return int(run_script(chosen.script, chosen.args, options))
+    return int(run_script(chosen.script, chosen.args, _run_options(chosen)))
+
+
+def _selftest(chosen: argparse.Namespace) -> int:
+    from opcheck.runner import selftest_script
+
+    return int(selftest_script(chosen.script, chosen.args, _run_options(chosen)))
+
+
+def _run_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in _RUN_OPTIONS if hasattr(chosen, name)}
 
 
 # ---- output -------------------------------------------------------------------------------------
@@ -243,7 +252,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_merge(commands)
     _add_export(commands)
     _add_demo(commands)
-    _add_run(commands)
+    _add_run(commands, "run", _run, "Run a script under the checker")
+    _add_run(commands, "selftest", _selftest, "Plant faults in a script's step: which are missed?")
     return parser
 
 
@@ -324,8 +334,10 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--log-dir", metavar="DIR", default="logs")
 
 
-def _add_run(commands: Any) -> None:
-    parser = _command(commands, "run", _run, "Run a script under the checker")
+def _add_run(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], int], text: str
+) -> None:
+    parser = _command(commands, name, call, text)
     unset = argparse.SUPPRESS
     parser.add_argument("--log-dir", metavar="DIR", default="logs")
     parser.add_argument("--rtol", type=float, default=unset)

@@ -187,7 +187,8 @@ def is_missing_kernel(error: BaseException) -> bool:
 def _structure(call: Call, actual: list[Leaf], expected: list[Leaf], *, has_dtypes: bool) -> str:
     if len(actual) != len(expected):
         return f"{len(actual)} results, expected {len(expected)}"
-    for got, want in zip(actual, expected, strict=True):
+    declared = call.declared if call.declared and len(call.declared) == len(actual) else None
+    for number, (got, want) in enumerate(zip(actual, expected, strict=True)):
         is_tensor, want_tensor = isinstance(got.value, Tensor), isinstance(want.value, Tensor)
         if is_tensor != want_tensor:
             return f"{got.name} is {_kind(got.value)}, expected {_kind(want.value)}"
@@ -200,10 +201,12 @@ def _structure(call: Call, actual: list[Leaf], expected: list[Leaf], *, has_dtyp
                 f"{got.name} has shape {tuple(got.value.shape)}, expected {tuple(want.value.shape)}"
             )
         got_dtype, want_dtype = got.value.dtype, want.value.dtype
-        if not has_dtypes:
+        if not has_dtypes and declared is not None and declared[number] is not None:
+            want_dtype = declared[number]
+        elif not has_dtypes:
             got_dtype, want_dtype = wider(got_dtype), wider(want_dtype)
         if got_dtype != want_dtype:
-            return f"{got.name} has dtype {got.value.dtype}, expected {want.value.dtype}"
+            return f"{got.name} has dtype {got.value.dtype}, expected {want_dtype}"
     return ""
 
 

@@ -99,12 +99,17 @@ class ModuleTracker:
         self.random_calls = 0
         """Calls that moved the generators, counted by the session."""
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was given, as long as somebody else holds it."""
+        return self._model() if self._model is not None else None
+
     # ---- life ----
 
     def install(self) -> None:
         """Put the hooks on."""
         self._thread = threading.get_ident()
-        model = self._model() if self._model is not None else None
+        model = self.model
         if model is not None:
             self._add_root(model)
         self._removers += _torch.register_module_hooks(self._before_module, self._after_module)

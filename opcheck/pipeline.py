@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from opcheck import _torch
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
+from opcheck.declared import DeclaredDtypes
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.large import judge_large, prepare_large
@@ -31,6 +33,7 @@ from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
 from opcheck.references import Reference, choose, snapshot
 from opcheck.repeats import REPEATED_UNCHECKED, Repeat, Repeats
 from opcheck.sampled import Criterion, Judged
+from opcheck.selftest import Planter
 from opcheck.settings import Settings
 from opcheck.shadow import Shadow, is_followed, worded
 from opcheck.tolerances import documented_tolerances
@@ -89,6 +92,8 @@ class Pipeline:
         self._keepers = keepers
         self._shadow = _shadow_of(settings)
         self._repeats = _repeats_of(settings)
+        self._declared = DeclaredDtypes()
+        self.planter = Planter() if settings.selftest else None
 
     # ---- told by the mode ----
 
@@ -344,9 +349,16 @@ class Pipeline:
         reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
         if isinstance(reference, SkipReason):
             return reference, None
-        found = judge(call, out, reference, criterion=settings.criterion, rtol=rtol, atol=atol)
+        if not reference.has_baseline:
+            call.declared = self._declared.of(call)
+        rule = partial(
+            judge, reference=reference, criterion=settings.criterion, rtol=rtol, atol=atol
+        )
+        found = rule(call, out)
         if found.skip is not None:
             return found.skip, None
+        if self.planter is not None and found.passed:
+            self.planter.plant(call, out, reference, rule)
         return Judged(found, reference.label), self._measure(call, out, reference, found)
 
     def _blame_owner(self, call: Call, output: int) -> None:

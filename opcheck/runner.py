@@ -11,10 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from opcheck.errors import ArgumentError
-from opcheck.records import EXIT_STATUS
-from opcheck.session import check
+from opcheck.records import EXIT_STATUS, Verdict
+from opcheck.session import Session, check
 
-__all__ = ["run_script"]
+__all__ = ["run_script", "selftest_script"]
+
+
+def selftest_script(script: str, args: Sequence[str], options: dict[str, Any]) -> int:
+    """Run a script with known faults planted into copies of its results, and print what is missed.
+
+    Returns:
+        The script's own exit status when it is not 0, else 0: every planted fault was found, 1:
+        some were missed, 3: none could be planted.
+
+    Raises:
+        ArgumentError: there is no such file.
+    """
+    status, session = _checked(script, args, {**options, "selftest": True})
+    result = session.selftest()
+    sys.stdout.write(f"{result}\n")
+    found = Verdict.PASS if result.all_found else Verdict.FAIL
+    return status or EXIT_STATUS[found if result.num_planted else Verdict.INCONCLUSIVE]
 
 
 def run_script(script: str, args: Sequence[str], options: dict[str, Any]) -> int:
@@ -31,6 +48,12 @@ def run_script(script: str, args: Sequence[str], options: dict[str, Any]) -> int
     Raises:
         ArgumentError: there is no such file.
     """
+    status, session = _checked(script, args, options)
+    sys.stdout.write(session.report() + "\n")
+    return status or EXIT_STATUS[session.verdict]
+
+
+def _checked(script: str, args: Sequence[str], options: dict[str, Any]) -> tuple[int, Session]:
     path = Path(script)
     if not path.is_file():
         raise ArgumentError(f"script: no such file: {script!r}")
@@ -39,8 +62,7 @@ def run_script(script: str, args: Sequence[str], options: dict[str, Any]) -> int
         status = _run(path)
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.stdout.write(session.report() + "\n")
-    return status or EXIT_STATUS[session.verdict]
+    return status, session
 
 
 def _run(path: Path) -> int:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from loguru import logger
 from torch import nn
 
 from opcheck import _torch
 from opcheck.blame import render_blame
+from opcheck.certificate import Certificate, Surroundings, certify
 from opcheck.environment import process_rank, run_header
-from opcheck.errors import ArgumentTypeError, PrecisionError
+from opcheck.errors import ArgumentError, ArgumentTypeError, PrecisionError
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
@@ -26,6 +28,7 @@ from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.report import one_line, render
 from opcheck.repro import ReproKeeper
 from opcheck.review import Run
+from opcheck.selftest import SelfTest, spelled
 from opcheck.settings import (
     DEFAULT_ATOL,
     DEFAULT_REPRO_BYTES,
@@ -65,6 +68,7 @@ def check(
     quiet: bool = False,
     blame: bool = False,
     repeat: bool = False,
+    selftest: bool = False,
     max_shadow_bytes: int = DEFAULT_SHADOW_BYTES,
     repro_dir: str | os.PathLike[str] | None = None,
     repro_seconds: float = DEFAULT_REPRO_SECONDS,
@@ -99,6 +103,9 @@ def check(
             is changed), and the shadow runs on through those that are not.
         repeat: run each checked kernel, and each random op with the same generator states, a
             second time on the same inputs, and report what does not give the same bits.
+        selftest: plant known faults into copies of results that passed and judge those too;
+            `Session.selftest` tells which of them the settings would miss. Verdict and records
+            are as without.
         max_shadow_bytes: memory that the shadow may hold; what was not used for longest goes
             first, and the report says so.
         repro_dir: save the first failing call of each op, module and phase in this folder, as a
@@ -125,7 +132,8 @@ def check(
         log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
         log_once=log_once, max_numel=max_numel, large=large, include=include, exclude=exclude,
         modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
-        seed=seed, quiet=quiet, blame=blame, repeat=repeat, max_shadow_bytes=max_shadow_bytes,
+        seed=seed, quiet=quiet, blame=blame, repeat=repeat, selftest=selftest,
+        max_shadow_bytes=max_shadow_bytes,
         repro_dir=repro_dir, repro_seconds=repro_seconds, max_repros=max_repros,
         max_repro_bytes=max_repro_bytes,
     )  # fmt: skip
@@ -145,6 +153,8 @@ class Session:
 
     def __init__(self, model: nn.Module | None, settings: Settings) -> None:
         self.settings = settings
+        self._surroundings: Surroundings | None = None
+        self._certificate: Certificate | None = None
         self.run_id = uuid.uuid4().hex[:12]
         self.rank, self._world_size = process_rank()
         text, lines = log_names(self.rank, self._world_size)
@@ -223,6 +233,53 @@ class Session:
         own = self._pipeline.own_problem
         return [*found, f"opcheck's own error, beside the verdict:\n{own}"] if own else found
 
+    def selftest(self) -> SelfTest:
+        """Which planted faults the settings found and which they would miss, so far.
+
+        Raises:
+            RuntimeError: the session was made without `selftest=True`.
+        """
+        planter = self._pipeline.planter
+        if planter is None:
+            raise RuntimeError("selftest(): nothing was planted; use opcheck.check(selftest=True)")
+        return planter.result(self.coverage, spelled(self.settings))
+
+    @property
+    def certificate(self) -> Certificate:
+        """What the checker left as it was.
+
+        After a context: modes, hooks, settings, train/eval modes. After `certify`: everything
+        that the step leaves behind, bit for bit.
+        """
+        if self._certificate is None:
+            return Certificate(0, ())
+        return self._certificate
+
+    def certify(
+        self, step: Callable[[], Any], *, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> Certificate:
+        """Run `step()` without and with the checker from the same state, and compare bit for bit.
+
+        Afterwards everything is as if the step had run once, in this session. Parameters,
+        buffers, gradients, attributes of the modules, the optimizers' states and the random
+        generators are put back between the runs; a data iterator or a file sees both.
+
+        Args:
+            step: the step; what it returns is compared as well.
+            optimizers: that it uses.
+
+        Returns:
+            The certificate, also in `certificate`.
+
+        Raises:
+            ArgumentError: the session has no model, so nobody knows what to compare.
+            Whatever `step` raises; the state is then as before.
+        """
+        if self._tracker.model is None:
+            raise ArgumentError("certify: needs opcheck.check(model), to know what to compare")
+        self._certificate = certify(step, self._tracker.model, lambda: self, optimizers=optimizers)
+        return self._certificate
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Session cannot be copied or pickled, it belongs to the code it watches; keep"
@@ -238,6 +295,7 @@ class Session:
         if self._exits is not None:
             raise RuntimeError("this session is entered already; make another with opcheck.check()")
         _torch.kernels().look_again()
+        self._surroundings = Surroundings.now(self._tracker.model)
         with contextlib.ExitStack() as exits:
             self._files.open()
             exits.callback(self._files.close)
@@ -271,6 +329,9 @@ class Session:
             self._pipeline.release()
             self._pipeline.forget_values()
             exits.callback(self._write_coverage)
+        if self._surroundings is not None:
+            later = Surroundings.now(self._tracker.model)
+            self._certificate = self._surroundings.beside(later)
         if is_fork:  # the parent tells of it
             return
         if self._repros is not None:

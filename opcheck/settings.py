@@ -62,6 +62,7 @@ class Settings:
     quiet: bool = False
     blame: bool = False
     repeat: bool = False
+    selftest: bool = False
     max_shadow_bytes: int = DEFAULT_SHADOW_BYTES
     repro_dir: Path | None = None
     repro_seconds: float = DEFAULT_REPRO_SECONDS
@@ -104,6 +105,7 @@ class Settings:
             quiet=_flag("quiet", given["quiet"]),
             blame=blame,
             repeat=_flag("repeat", given.get("repeat", False)),
+            selftest=_flag("selftest", given.get("selftest", False)),
             max_shadow_bytes=_count(
                 "max_shadow_bytes", given.get("max_shadow_bytes", DEFAULT_SHADOW_BYTES)
             ),

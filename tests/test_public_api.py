@@ -57,6 +57,7 @@ CHECK_PARAMETERS = {
     "quiet": False,
     "blame": False,
     "repeat": False,
+    "selftest": False,
     "max_shadow_bytes": 1 << 30,
     "repro_dir": None,
     "repro_seconds": 20.0,

@@ -1,0 +1,294 @@
+"""Did the checker change the step? The step run under an empty dispatch mode and under the checker.
+
+The empty mode is the yardstick because ATen takes another formula in a few places as soon as any
+mode is active.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opcheck import _torch
+from opcheck.golden import contents_kept
+
+__all__ = ["Certificate", "Surroundings", "certify"]
+
+_MODULE_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What the checker left as it was; `str()` is for a person.
+
+    Attributes:
+        runs: 1: the surroundings before and after the context were compared; 2: the step ran with
+            and without the checker from the same state; 3: once more without, to see whether it
+            repeats itself.
+        unchanged: what was compared and found equal bit for bit.
+        differences: what was not, a line each; empty when the checker changed nothing.
+        unrepeatable: what differs between two runs without the checker, too: says nothing.
+    """
+
+    runs: int
+    unchanged: tuple[str, ...]
+    differences: tuple[str, ...] = ()
+    unrepeatable: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Something was compared, and nothing differs."""
+        return bool(self.unchanged) and not self.differences and not self.unrepeatable
+
+    def __str__(self) -> str:
+        how = "before and after" if self.runs == 1 else "step with and without the checker"
+        lines = [f"certificate ({how}): {'unchanged' if self.holds else 'NOT proven'}"]
+        lines += [f"  equal: {item}" for item in self.unchanged]
+        lines += [f"  DIFFERS: {item}" for item in self.differences]
+        lines += [f"  does not repeat itself without the checker: {x}" for x in self.unrepeatable]
+        return "\n".join(lines)
+
+
+# ---- one run: what surrounds the step -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Modes, hooks and settings of the process and thread."""
+
+    facts: dict[str, Any]
+
+    @classmethod
+    def now(cls, model: nn.Module | None) -> Surroundings:
+        """As they are; nothing is changed."""
+        facts: dict[str, Any] = {
+            "dispatch modes": [id(mode) for mode in _torch.active_modes()],
+            "global hooks": _torch.global_hook_counts(),
+            "grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "threads": torch.get_num_threads(),
+            "default dtype": torch.get_default_dtype(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+        }
+        for name, module in model.named_modules() if model is not None else ():
+            facts[f"train/eval mode of {name or '<root>'}"] = module.training
+            facts[f"hooks of {name or '<root>'}"] = {
+                kind: len(getattr(module, kind)) for kind in _MODULE_HOOKS
+            }
+        return cls(facts)
+
+    def beside(self, later: Surroundings) -> Certificate:
+        """What is as it was."""
+        names = self.facts.keys() | later.facts.keys()
+        changed = sorted(n for n in names if self.facts.get(n) != later.facts.get(n))
+        lines = tuple(
+            f"{name}: {self.facts.get(name)} became {later.facts.get(name)} (by the step itself or"
+            " by the checker; Session.certify tells)"
+            for name in changed
+        )
+        return Certificate(1, tuple(_grouped(names - set(changed))), lines)
+
+
+def _grouped(names: Iterable[str]) -> Iterator[str]:
+    """One line for a kind of thing, however many modules or tensors there are of it."""
+    counts: dict[str, int] = {}
+    for name in sorted(names):
+        kind = name.rsplit(" of ", 1)[0]
+        counts[kind] = counts.get(kind, 0) + 1
+    for kind, count in counts.items():
+        yield kind if count == 1 else f"{kind} ({count})"
+
+
+# ---- two runs: what the step leaves behind ------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The state before the step, to start from again."""
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    modules: list[tuple[nn.Module, bool, dict[str, Any]]] = field(default_factory=list)
+    generators: Any = None
+
+    def __post_init__(self) -> None:
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.tensors.append((tensor, tensor.detach().clone()))
+        for parameter in self.model.parameters():
+            grad = parameter.grad
+            self.gradients.append((parameter, grad, None if grad is None else grad.clone()))
+        for module in self.model.modules():
+            hooks = {kind: dict(getattr(module, kind)) for kind in _MODULE_HOOKS}
+            self.modules.append((module, module.training, hooks))
+        self.states = [copy.deepcopy(item.state_dict()) for item in self.optimizers]
+        self.generators = _generators()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, value in self.tensors:
+                tensor.copy_(value)
+            for parameter, grad, former in self.gradients:
+                parameter.grad = grad
+                if grad is not None and former is not None:
+                    grad.copy_(former)
+        for module, training, hooks in self.modules:
+            module.training = training
+            for kind, table in hooks.items():
+                getattr(module, kind).clear()
+                getattr(module, kind).update(table)
+        for optimizer, state in zip(self.optimizers, self.states, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+        torch.set_rng_state(self.generators[0])
+        if self.generators[1]:
+            torch.cuda.set_rng_state_all(self.generators[1])
+        random.setstate(self.generators[2])
+        np.random.set_state(self.generators[3])  # noqa: NPY002 - the global one is the step's
+
+
+def _generators() -> tuple[Tensor, list[Tensor], Any, Any]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return (
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state_all() if cuda else [],
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002
+    )
+
+
+class _EmptyMode(_torch.TorchDispatchMode):
+    """Passes every call on."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def certify(
+    step: Callable[[], Any],
+    model: nn.Module,
+    checked: Callable[[], AbstractContextManager[Any]],
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+) -> Certificate:
+    """Run `step()` without and with the checker from the same state, and compare bit for bit.
+
+    Afterwards everything is as if the step had run once, checked. Parameters, buffers, gradients,
+    attributes of the modules, optimizers and generators are put back between the runs; what else
+    the step writes to (a data iterator, a file) sees it twice.
+
+    Args:
+        step: the step; its result is compared as well.
+        model: whose parameters, buffers, gradients and modules are compared.
+        checked: makes the context of the checked run.
+        optimizers: that the step uses.
+
+    Raises:
+        Whatever `step` raises; the state is then as before.
+    """
+    kept = _Kept(model, tuple(optimizers))
+
+    def run(context: AbstractContextManager[Any], *, keep: bool) -> dict[str, Any]:
+        versions = {id(tensor): tensor._version for tensor, _ in kept.tensors}
+        surroundings = Surroundings.now(model)
+        try:
+            if keep:
+                with context:
+                    out = step()
+            else:
+                with contents_kept([vars(item) for item in model.modules()]), context:
+                    out = step()
+                    return _left_behind(kept, out, versions, surroundings)
+            return _left_behind(kept, out, versions, surroundings)
+        except BaseException:
+            kept.restore()
+            raise
+
+    plain = run(_EmptyMode(), keep=False)  # type: ignore[no-untyped-call]
+    kept.restore()
+    actual = run(checked(), keep=True)
+    changed = _changed(plain, actual)
+    if not changed:
+        return Certificate(2, tuple(_grouped(plain)))
+    after = _Kept(model, kept.optimizers)
+    kept.restore()
+    again = run(_EmptyMode(), keep=False)  # type: ignore[no-untyped-call]
+    after.restore()
+    restless = set(_changed(plain, again))
+    return Certificate(
+        3,
+        tuple(_grouped(plain.keys() - set(changed))),
+        tuple(name for name in changed if name not in restless),
+        tuple(sorted(restless)),
+    )
+
+
+def _left_behind(
+    kept: _Kept, out: Any, versions: dict[int, int], before: Surroundings
+) -> dict[str, Any]:
+    """Everything of a step that a later one could notice, as bytes."""
+    found: dict[str, Any] = {}
+    for number, leaf in enumerate(_torch.tree_leaves(out)):
+        found[f"results of the step of {number}"] = _comparable(leaf)
+    named = [("parameter", kept.model.named_parameters()), ("buffer", kept.model.named_buffers())]
+    for kind, items in named:
+        for name, tensor in items:
+            found[f"{kind}s of {name}"] = _bits(tensor)
+            found[f"versions of {name}"] = tensor._version - versions.get(id(tensor), 0)
+    for name, parameter in kept.model.named_parameters():
+        grad = parameter.grad
+        found[f"gradients of {name}"] = None if grad is None else (_bits(grad), grad.stride())
+    for number, optimizer in enumerate(kept.optimizers):
+        for place, leaf in enumerate(_torch.tree_leaves(optimizer.state_dict()["state"])):
+            found[f"optimizer state of {number}.{place}"] = _comparable(leaf)
+    cpu, devices, python, numpy = _generators()
+    found["random state of torch"] = cpu.numpy().tobytes(), [_bits(item) for item in devices]
+    found["random state of Python"] = python
+    found["random state of NumPy"] = repr(numpy)
+    later = Surroundings.now(kept.model).facts
+    for name in before.facts.keys() | later.keys():
+        if name == "dispatch modes":
+            continue
+        found[name] = later.get(name)
+    return found
+
+
+def _comparable(value: Any) -> Any:
+    """Equal for equal results, NaN included; of objects that say nothing the type."""
+    if isinstance(value, Tensor):
+        return _bits(value)
+    known = isinstance(value, (bool, int, float, complex, str, bytes, type(None)))
+    return repr(value) if known else type(value)
+
+
+def _bits(tensor: Tensor) -> tuple[Any, ...]:
+    plain = tensor.detach().cpu()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    flat = plain.contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return tuple(tensor.shape), tensor.dtype, hashlib.blake2b(data).digest()
+
+
+def _changed(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
