@@ -18,6 +18,7 @@ from torch import Tensor
 from opcheck import tolerances as tol
 from opcheck.allowances import Allowance, find_allowance
 from opcheck.calls import Call
+from opcheck.drift import Shift, shift_of
 from opcheck.golden_rules import COMPARED_OUTPUTS, reduction_length, wider
 from opcheck.index_rules import INDEX_RULES
 from opcheck.reconstruct import RECONSTRUCTED, Identity
@@ -66,6 +67,8 @@ class Judgement:
     """Some result holds NaN or Inf, as its reference does."""
     skip: SkipReason | None = None
     """It turned out that nothing can be said."""
+    shift: Shift | None = None
+    """Of the first 16-bit result: how far it is shifted from the correctly rounded one."""
     sample: Sample | None = None
     """Of a large call: what was looked at."""
 
@@ -122,7 +125,10 @@ def judge(
         if outcome is not None:
             outcomes.append((number, leaf, outcome))
     outcomes = _reconstructed(call, actual, outcomes, rtol, atol)
-    return _combine(call, outcomes, expected_from.notes)
+    combined = _combine(call, outcomes, expected_from.notes)
+    if not combined.passed or criterion == "allclose":
+        return combined
+    return replace(combined, shift=_shift(call, actual, expected_from))
 
 
 class Expected:
@@ -400,6 +406,22 @@ def _judge_identity(identity: Identity, rule: Rule) -> Outcome:
     # an exact identity passes the quick test before its bound of 0 is asked
     rule = replace(rule, exact=False, bound=bound)
     return judge_golden(identity.actual, identity.expected, perturbed=None, rule=rule)
+
+
+def _shift(call: Call, actual: list[Leaf], expected: Expected) -> Shift | None:
+    """Left out: what is summed in 16 bit, moves data, or is known to be weak."""
+    traits = call.traits
+    value = actual[0].value if actual else None
+    if not isinstance(value, Tensor) or value.dtype not in _HALF:
+        return None
+    if tol.op_class(traits.base) in ("atom", "scan") or traits.name in tol.EXACT_OPS:
+        return None
+    dtype = str(value.dtype).removeprefix("torch.")
+    name = traits.qualified.removeprefix("aten::")
+    if find_allowance(name, dtype=dtype, half_inputs=True) is not None:
+        return None
+    wanted = expected.first()[0].value
+    return shift_of(host_array(value), host_array(wanted), dtype=dtype)
 
 
 # ---- the sum ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from opcheck.callers import CallerTracker
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
 from opcheck.declared import DeclaredDtypes
+from opcheck.drift import Drift
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.large import judge_large, prepare_large
@@ -89,6 +90,7 @@ class Pipeline:
         self._run_id = run_id
         self._rank = rank
         self._emit = emit
+        self.drift = Drift()
         self._keepers = keepers
         self._shadow = _shadow_of(settings)
         self._repeats = _repeats_of(settings)
@@ -318,6 +320,7 @@ class Pipeline:
             found = judged.found
             if call.in_kernel and found.passed:
                 found = with_changed_inputs(call, out, found)
+            found = self._with_drift(call, found)
             if not found.passed and call.site.phase == "optimizer":
                 self._blame_owner(call, found.metrics.worst_output)
             born = _made_nonfinite(call, out, found)
@@ -360,6 +363,17 @@ class Pipeline:
         if self.planter is not None and found.passed:
             self.planter.plant(call, out, reference, rule)
         return Judged(found, reference.label), self._measure(call, out, reference, found)
+
+    def _with_drift(self, call: Call, found: Judgement) -> Judgement:
+        """Fail the call that tips the evidence of many over."""
+        if not found.passed or found.shift is None:
+            return found
+        site = call.site
+        tipped = self.drift.add(call.traits.name, site.module, site.phase, found.shift)
+        if tipped is None:
+            return found
+        metrics = replace(found.metrics, mean_shift=tipped.mean)
+        return replace(found, passed=False, reason=tipped.reason, metrics=metrics)
 
     def _blame_owner(self, call: Call, output: int) -> None:
         """Lists of all parameters belong to no module; the tensor that is wrong in them does."""

@@ -14,6 +14,7 @@ from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call
 from opcheck.compare import Judgement
+from opcheck.drift import shift_of
 from opcheck.golden_rules import argument
 from opcheck.projection import SUSPECT, Product, Residual, product_rows, project
 from opcheck.records import Metrics, SkipReason
@@ -200,7 +201,11 @@ def _judge_product(
                 " cover rests on the rows that were computed again",
             )
         return Judgement(
-            passed=True, metrics=exact.metrics(), notes=notes, compared=outcome.compared
+            passed=True,
+            metrics=exact.metrics(),
+            notes=notes,
+            compared=outcome.compared,
+            shift=shift_of(exact.actual, exact.golden, dtype=exact.dtype),
         )
     return _failed(exact, residual, outcome.reason, limit, has_element=outcome.why == "elem")
 
@@ -227,6 +232,7 @@ class _Rows:
     def __init__(self, call: Call, product: Product, rows: Array, criterion: Criterion) -> None:
         self.rows, self.product = rows, product
         self._call = call
+        self.dtype = str(product.y.dtype).removeprefix("torch.")
         golden_dtype = torch.float32 if product.is_half else torch.float64
         golden = product_rows(product, rows, golden_dtype).mul_(product.alpha)
         index = torch.from_numpy(rows)
@@ -244,7 +250,7 @@ class _Rows:
         drift = 2.0**-24 * product.depth / 16.0 if product.other_hardware else 0.0
         drift += 2.0**-10 if product.has_tf32 else 0.0
         rule = Rule(
-            dtype=str(product.y.dtype).removeprefix("torch."),
+            dtype=self.dtype,
             op_class="mm",
             reduction_length=float(product.depth),
             extra=drift * np.absolute(self.golden) if drift else None,

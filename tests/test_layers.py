@@ -37,7 +37,7 @@ LAYERS = {
             "references",
         },
         {"index_rules", "interval", "mirrors", "reconstruct", "review", "slices"},
-        {"large_table", "projection", "runnotes", "verdicts"},
+        {"drift", "large_table", "projection", "runnotes", "verdicts"},
         {"compare", "merging", "report", "rundiff"},
         {
             "blame",
