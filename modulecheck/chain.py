@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from modulecheck.compared import References
+from modulecheck.compared import Kinks, References
 from modulecheck.goldens import Key, array_of
-from modulecheck.module_rule import KINK_DRAWS
+from modulecheck.kink_rule import KINK_DRAWS
 from modulecheck.sides import Side, same_inputs, same_random
 from opcheck import tolerances as tol
 from opcheck.golden_rules import wider
@@ -161,6 +161,19 @@ class ChainJudge:
         """Why there is no float64 run."""
         return self.goldens.missing
 
+    @property
+    def refused(self) -> str:
+        """Nothing is run op by op."""
+        return ""
+
+    @property
+    def autocast(self) -> str:
+        """Not followed here."""
+        return ""
+
+    def expect_kinks(self, failing: dict[Key, int]) -> None:
+        """Whole steps are moved, nothing is carried across a corner by itself."""
+
     def references(self, key: Key, *, kinks: bool, noise_floor: float) -> References:
         """What the rule may ask for, of one tensor."""
         place = (self.name, self.index, key)
@@ -168,6 +181,13 @@ class ChainJudge:
         return References(
             golden=lambda: at("golden", 0, place),
             moved=lambda draw: at("moved", draw, place),
-            across_kinks=(lambda draw: at("kink", draw, place)) if kinks else None,
+            kinks=(lambda: _by_draws(lambda draw: at("kink", draw, place))) if kinks else None,
             noise_floor=noise_floor,
         )
+
+
+def _by_draws(moved: Callable[[int], Array | None]) -> Kinks:
+    def nothing(which: object) -> None:
+        return None
+
+    return Kinks(elements=(), complete=False, flipped=nothing, pinned=nothing, moved=moved)

@@ -19,8 +19,8 @@ from opcheck.verdicts import Rule as OpRule
 from opcheck.verdicts import judge_allclose, judge_exact, rms, spacing_of
 
 __all__ = [
-    "Array", "Compared", "Documented", "References", "Rule", "classes_of", "documented", "flat",
-    "quick",
+    "Array", "Compared", "Documented", "Kinks", "References", "Rule", "classes_of", "documented",
+    "flat", "quick",
 ]  # fmt: skip
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -47,6 +47,23 @@ class Documented:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kinks:
+    """Float64 runs in which elements near a corner of the forward take the other branch."""
+
+    elements: tuple[int, ...]
+    """Which element each flip carries over; the nearest first."""
+    complete: bool
+    """False: there may be others, of ops that cannot be reached, or too many."""
+    flipped: Callable[[frozenset[int]], Array | None]
+    """The gradient with these carried over, and all others on their side."""
+    pinned: Callable[[int], Array | None]
+    """The k-th gradient with inputs and parameters moved by one ulp and all of them on their side:
+    without that, moving crosses corners, and what it shows would excuse any fault."""
+    moved: Callable[[int], Array | None]
+    """The k-th gradient with inputs and parameters moved by the size of the forward's own error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class References:
     """What may be asked for, each computed when it is."""
 
@@ -55,11 +72,20 @@ class References:
     moved: Callable[[int], Array | None]
     """The k-th golden with inputs and parameters moved by one ulp; the same-dtype module moved
     likewise where there is no golden."""
-    across_kinks: Callable[[int], Array | None] | None = None
-    """The k-th golden moved by the size of the forward's own error; for gradients whose forward
-    passed."""
+    kinks: Callable[[], Kinks] | None = None
+    """Runs across corners of the forward; for gradients whose forward passed."""
     noise_floor: float = 0.0
     """Gradients whose rms is below are zero in exact arithmetic, as far as anybody can tell."""
+    autocast: str = ""
+    """The dtype in which some ops of the module compute, whatever that of its tensors."""
+    moved_as_autocast: Callable[[int], Array | None] = lambda draw: None
+    """As `moved`, by one ulp of that dtype."""
+    is_of_autocast: bool = False
+    """The tensor's values went through such ops."""
+    always: bool = False
+    """Hold the two sides against float64 also where they agree."""
+    draws_apart: Callable[[], bool] = lambda: False
+    """True when the module drew random numbers: float64 may have drawn other ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +99,9 @@ class Compared:
     metrics: Metrics = field(default_factory=Metrics)
     settled: bool = True
     """False: a quick look does not settle it, and the references were not asked."""
+    strained: bool = False
+    """Eager, or what moved by one ulp, is further from float64 than rounding explains: the
+    allowance, which grows with that distance, may hide a fault."""
 
 
 def documented(eager: Array, compiled: Array, *, atol: float, rtol: float) -> Documented:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from modulecheck import _torch
 from modulecheck.compared import Array, References
 from modulecheck.fx_text import GraphText, spell_graph
-from modulecheck.module_rule import LIMITS, SENSITIVE_DRAWS, Trial
+from modulecheck.trial import LIMITS, SENSITIVE_DRAWS, Trial
 from opcheck import tolerances as tol
 from opcheck.arrays import spacing_of
 from opcheck.errors import ReproError

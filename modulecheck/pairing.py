@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,17 @@ class Judge(Protocol):
     def missing(self) -> str:
         """Why there is no float64 run."""
 
+    @property
+    def refused(self) -> str:
+        """Why there is one only op by op."""
+
+    @property
+    def autocast(self) -> str:
+        """The dtype in which some ops compute, "" without autocast."""
+
+    def expect_kinks(self, failing: dict[Key, int]) -> None:
+        """For these gradients, of so many elements, kinks are asked for."""
+
     def references(self, key: Key, *, kinks: bool, noise_floor: float) -> References:
         """What the rule may ask for, of one tensor."""
 
@@ -64,6 +76,15 @@ class Item:
     def failed(self) -> bool:
         """It was judged, and is wrong."""
         return self.result is not None and self.result.verdict == Verdict.FAIL
+
+    @property
+    def may_be_a_kink(self) -> bool:
+        """A gradient out by its numbers, or with eager far from float64; both sides are there."""
+        judged = self.result
+        if judged is None or self.kind not in GRADIENTS:
+            return False
+        is_open = judged.verdict != Verdict.PASS or judged.strained
+        return is_open and self.actual is not None and self.eager is not None
 
     def diff(self) -> TensorDiff:
         """For the report."""
@@ -266,23 +287,34 @@ class Pairs:
             kinks: gradients may jump where the forward of this call passed.
         """
         self._share = self.forward_error()
-        for item in self.unsettled:
-            if item.actual is None or item.eager is None:
-                continue
-            if kinds is not None and item.kind not in kinds:
-                continue
-            is_gradient = item.kind in GRADIENTS
-            references = judge.references(
-                item.key,
-                kinks=kinks and is_gradient and self._forward_passed(),
-                noise_floor=self._noise_floor(item.dtype) if is_gradient else 0.0,
-            )
-            result = compare(
-                item.actual, item.eager, dtype=item.dtype, rule=self.rule, references=references
-            )
-            if judge.missing and result.settled:
-                result = with_note(result, f"no float64 run ({judge.missing})")
-            item.result = result
+        chosen = [item for item in self.unsettled if kinds is None or item.kind in kinds]
+        for item in chosen:
+            self._judge(item, judge, kinks=False)
+        if kinks and self._forward_passed():
+            self._look_for_kinks(chosen, judge)
+
+    def _look_for_kinks(self, items: list[Item], judge: Judge) -> None:
+        """A gradient may jump where the forward does not: judge those that are out once more."""
+        failing = [item for item in items if item.may_be_a_kink]
+        judge.expect_kinks({item.key: math.prod(item.shape) for item in failing})
+        for item in failing:
+            self._judge(item, judge, kinks=True)
+
+    def _judge(self, item: Item, judge: Judge, *, kinks: bool) -> None:
+        if item.actual is None or item.eager is None:
+            return
+        is_gradient = item.kind in GRADIENTS
+        floor = self._noise_floor(item.dtype, judge.autocast) if is_gradient else 0.0
+        references = judge.references(item.key, kinks=kinks, noise_floor=floor)
+        result = compare(
+            item.actual, item.eager, dtype=item.dtype, rule=self.rule,
+            references=replace(references, always=self._golden_always),
+        )  # fmt: skip
+        if judge.missing:
+            result = with_note(result, f"no float64 run ({judge.missing})")
+        elif judge.refused:
+            result = with_note(result, f"judged by float64 op by op ({judge.refused})")
+        item.result = result
 
     def release(self) -> None:
         """Let go of every array."""
@@ -297,13 +329,14 @@ class Pairs:
         forward = [i for i in self.items if i.kind in ("fwd_output", "mutated")]
         return all(i.result is not None and i.result.verdict == Verdict.PASS for i in forward)
 
-    def _noise_floor(self, dtype: str) -> float:
+    def _noise_floor(self, dtype: str, autocast: str) -> float:
         gradients = [
             rms(item.eager.reshape(-1))
             for item in self.items
             if item.kind in GRADIENTS and item.eager is not None and item.eager.dtype.kind == "f"
         ]
-        return _NOISE * tol.EPS[dtype] * max(gradients, default=0.0)
+        eps = max(tol.EPS[dtype], tol.EPS.get(autocast, 0.0))
+        return _NOISE * eps * max(gradients, default=0.0)
 
     def forward_error(self) -> float:
         """Largest rms distance of the two sides' outputs, as a share of the output's rms."""
@@ -327,7 +360,7 @@ def with_note(result: Compared, *notes: str) -> Compared:
     """The same result, with more to tell."""
     return Compared(
         verdict=result.verdict, reason=result.reason, notes=(*result.notes, *notes),
-        documented=result.documented, metrics=result.metrics,
+        documented=result.documented, metrics=result.metrics, strained=result.strained,
     )  # fmt: skip
 
 

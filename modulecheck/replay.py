@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +83,26 @@ class Replayed:
     """State of torch's CPU generator after the run."""
 
     def gradients(
-        self, outputs: list[Tensor], grads: list[Tensor]
+        self,
+        outputs: list[Tensor],
+        grads: list[Tensor],
+        *,
+        mode: _torch.TorchDispatchMode | None = None,
     ) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
-        """Gradients of inputs and of parameters; the graph is gone afterwards."""
+        """Gradients of inputs and of parameters; the graph is gone afterwards.
+
+        Args:
+            outputs: where gradients come in.
+            grads: those gradients.
+            mode: sees every op of the backward.
+        """
         leaves = [leaf for leaf in self.input_leaves if leaf is not None]
         names = [name for name, leaf in self.parameter_leaves.items() if leaf.requires_grad]
         wanted = leaves + [self.parameter_leaves[name] for name in names]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         if not wanted or not pairs:
             return [None] * len(self.input_leaves), dict.fromkeys(names)
-        with _running():
+        with _running(), mode or contextlib.nullcontext():
             found = list(
                 torch.autograd.grad(
                     [o for o, _ in pairs],
@@ -111,16 +121,18 @@ class Replayed:
 class _Holder(nn.Module):
     """Reaches the module under names of its own, and looks at the buffers before they go back."""
 
-    def __init__(self, module: nn.Module, mode: _torch.TorchDispatchMode | None) -> None:
+    def __init__(self, module: nn.Module, modes: Sequence[_torch.TorchDispatchMode]) -> None:
         super().__init__()
         self.inner = module
-        self.mode = mode
+        self.modes = modes
         self.buffers_after: dict[str, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # the hooks of FSDP2 are outside of what is compared
         run = self.inner.forward if _torch.is_fsdp2(self.inner) else self.inner._call_impl
-        with self.mode or contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
             out = run(*args, **kwargs)
         self.buffers_after = dict(self.inner.named_buffers())
         return out
@@ -175,7 +187,7 @@ def replay(
     *,
     autocast: bool = True,
     on_inputs: Callable[[list[Tensor], list[Tensor]], None] | None = None,
-    mode: _torch.TorchDispatchMode | None = None,
+    modes: Sequence[_torch.TorchDispatchMode] = (),
 ) -> Replayed:
     """Run the module in eager on copies of what the call got.
 
@@ -185,7 +197,7 @@ def replay(
         convert: applied to every input, parameter and buffer.
         autocast: False: run without, as a float64 run must.
         on_inputs: shown the tensors of the snapshot and what the module is about to receive.
-        mode: sees every op of the forward.
+        modes: see every op of the forward; the last one first.
 
     Raises:
         Whatever the module raises.
@@ -214,7 +226,7 @@ def replay(
         buffers = {
             name: convert(item.clone(), f"buffer {name}") for name, item in snapshot.buffers.items()
         }
-        holder = _Holder(module, mode)
+        holder = _Holder(module, modes)
         state = {f"inner.{name}": item for name, item in {**parameters, **buffers}.items()}
         snapshot.random.restore()
         with _torch.undisturbed(module):

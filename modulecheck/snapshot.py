@@ -110,6 +110,12 @@ class Snapshot:
         """The same call of another copy of the module, whose parameters have the same values."""
         return replace(self, parameter_versions=_versions(module))
 
+    def autocast_dtype(self) -> str:
+        """The name of the dtype that autocast computes in, "" without autocast."""
+        on = [item.dtype for item in self.autocast if item.enabled]
+        dtype = self.cast_dtype or (on[0] if on else None)
+        return "" if dtype is None else str(dtype).removeprefix("torch.")
+
     def parameters_moved(self, module: nn.Module) -> bool:
         """True when a parameter was written or replaced since."""
         return self.parameter_versions != _versions(module)

@@ -29,7 +29,7 @@ class _Counter(_torch.TorchDispatchMode):
 def num_ops(module: nn.Module, snapshot: Snapshot) -> int:
     """How many ops the forward of the module runs in eager."""
     counter = _Counter()
-    replay(module, snapshot, mode=counter)
+    replay(module, snapshot, modes=[counter])
     return counter.ops
 
 
@@ -61,5 +61,5 @@ class _CastWatch(_torch.TorchDispatchMode):
 def undefined_casts(module: nn.Module, snapshot: Snapshot) -> int:
     """Elements that the eager forward casts to an integer dtype which cannot hold them."""
     watch = _CastWatch()
-    replay(module, snapshot, mode=watch)
+    replay(module, snapshot, modes=[watch])
     return watch.undefined

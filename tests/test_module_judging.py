@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modulecheck.judging import References, Rule, compare, documented
+from modulecheck.judging import Kinks, References, Rule, compare, documented
 from opcheck import Verdict
 
 CALIBRATED = Rule(criterion="calibrated", atol=1e-4, rtol=1e-3)
@@ -30,7 +30,8 @@ def judge(actual: np.ndarray, eager: np.ndarray, golden: np.ndarray | None, **op
     references = References(
         golden=lambda: golden,
         moved=lambda draw: None if golden is None else golden * (1 + 2.0**-23 * (-1) ** draw),
-        across_kinks=None if kinks is None else lambda draw: kinks,
+        kinks=None if kinks is None else lambda: kinks,
+        always=options.pop("always", False),
     )
     rule = options.pop("rule", CALIBRATED)
     dtype = options.pop("dtype", "float32")
@@ -106,25 +107,69 @@ def test_without_a_golden_the_row_says_so() -> None:
     assert any("no float64 run" in note for note in found.notes)
 
 
-def test_element_at_a_kink_passes_and_is_noted() -> None:
+def one_flip(golden: np.ndarray, jump: np.ndarray) -> Kinks:
+    return Kinks(
+        elements=(0,),
+        complete=True,
+        flipped=lambda numbers: golden + jump,
+        pinned=lambda draw: golden * (1 + 2.0**-23 * (-1) ** draw),
+        moved=lambda draw: None,
+    )
+
+
+def drawn(golden: np.ndarray, jump: np.ndarray) -> Kinks:
+    return Kinks(
+        elements=(),
+        complete=False,
+        flipped=lambda numbers: None,
+        pinned=lambda draw: None,
+        moved=lambda draw: golden + jump,
+    )
+
+
+@pytest.mark.parametrize("how", [one_flip, drawn])
+def test_element_at_a_kink_passes_and_is_noted(how: Any) -> None:
     golden = golden_of()
-    crossed = golden.copy()
-    crossed[7] += 0.5
+    jump = np.zeros_like(golden)
+    jump[7] = 0.5
     actual = rounded(golden, 1)
     actual[7] += 0.5
-    found = judge(actual, rounded(golden, 2), golden, kinks=crossed)
+    found = judge(actual, rounded(golden, 2), golden, kinks=how(golden, jump))
     assert found.verdict == Verdict.PASS
     assert "at a kink" in found.notes
     assert judge(actual, rounded(golden, 2), golden).verdict == Verdict.FAIL
 
 
-def test_fault_beside_a_kink_is_still_a_fault() -> None:
+@pytest.mark.parametrize("how", [one_flip, drawn])
+def test_fault_beside_a_kink_is_still_a_fault(how: Any) -> None:
     golden = golden_of()
-    crossed = golden.copy()
-    crossed[7] += 0.5
-    actual = rounded(golden * 1.01, 1)
-    found = judge(actual, rounded(golden, 2), golden, kinks=crossed)
+    jump = np.zeros_like(golden)
+    jump[7] = 0.5
+    right = rounded(golden, 1)
+    right[7] += 0.5
+    one_more = right.copy()
+    one_more[8] += 0.5
+    for wrong in (right * np.float32(1.01), one_more):
+        found = judge(wrong, rounded(golden, 2), golden, kinks=how(golden, jump))
+        assert found.verdict == Verdict.FAIL
+
+
+def test_part_of_a_jump_is_no_kink_where_flips_are_tried() -> None:
+    golden = golden_of()
+    jump = np.zeros_like(golden)
+    jump[7] = 0.5
+    actual = rounded(golden, 1)
+    actual[7] += 0.25
+    found = judge(actual, rounded(golden, 2), golden, kinks=one_flip(golden, jump))
     assert found.verdict == Verdict.FAIL
+
+
+def test_either_side_may_have_flipped() -> None:
+    golden = golden_of()
+    jump = np.where(np.arange(SIZE) < 64, 0.5, 0.0)
+    eager = rounded(golden + jump, 2)
+    found = judge(rounded(golden, 1), eager, golden, kinks=one_flip(golden, jump))
+    assert found.verdict == Verdict.PASS
 
 
 @pytest.mark.parametrize(
