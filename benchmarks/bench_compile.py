@@ -2,12 +2,14 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_compile --part detect
     OMP_NUM_THREADS=1 python -m benchmarks.bench_compile --part timing --tools own,msprobe
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_compile --tools none2,own2,msprobe2
 
 `detect` plants faults in one block of a model, behind `torch.compile`, and says whether exactly
 that block is named; clean cases must stay silent, with rows compared, and every case must leave
 gradients, buffers and random state as the unchecked step does. `timing` runs install, step, collect
-and report in interleaved rounds beside the eager and the compiled step. The tool of the same name
-and use, msProbe, takes part where it is installed. See the README beside this file.
+and report in interleaved rounds beside the eager and the compiled step. The names with a 2 are
+two-pass: the step on copies, eager and compiled, and the model must be as it was. The tool of the
+same name and use, msProbe, takes part where it is installed. See the README beside this file.
 """
 
 from __future__ import annotations
@@ -61,7 +63,19 @@ def own(model: nn.Module, step: Any, classes: Any, backend: Any) -> Finding:
     checker = PrecisionChecker(backend=backend)
     checker.wrap_by_policy(model, classes if isinstance(classes, tuple) else (classes,))
     checker.install(model)
-    result = checker.collect(step(model))
+    return _own_finding(checker, checker.collect(step(model)))
+
+
+def own_two_pass(model: nn.Module, step: Any, classes: Any, backend: Any) -> Finding:
+    """Our checker, on an eager and a compiled copy."""
+    from modulecheck import PrecisionChecker
+
+    checker = PrecisionChecker(backend=backend, single_pass=False)
+    checker.wrap_by_policy(model, classes if isinstance(classes, tuple) else (classes,))
+    return _own_finding(checker, checker.compare(step, model))
+
+
+def _own_finding(checker: Any, result: Any) -> Finding:
     with contextlib.redirect_stdout(io.StringIO()):
         checker.report(result)
     return Finding(
@@ -79,7 +93,19 @@ def msprobe(model: nn.Module, step: Any, classes: Any, backend: Any) -> Finding:
     checker = PrecisionChecker(backend=backend)
     checker.wrap_by_policy(model, classes if isinstance(classes, tuple) else (classes,))
     checker.install(model)
-    result = checker.collect(step(model))
+    return _msprobe_finding(checker, checker.collect(step(model)))
+
+
+def msprobe_two_pass(model: nn.Module, step: Any, classes: Any, backend: Any) -> Finding:
+    """The released tool, on an eager and a compiled copy."""
+    from msprobe.pytorch.compile_accuracy_checker.precision_checker import PrecisionChecker
+
+    checker = PrecisionChecker(backend=backend, single_pass=False)
+    checker.wrap_by_policy(model, classes if isinstance(classes, tuple) else (classes,))
+    return _msprobe_finding(checker, checker.compare(step, model))
+
+
+def _msprobe_finding(checker: Any, result: Any) -> Finding:
     with contextlib.redirect_stdout(io.StringIO()):
         checker.report(result)
 
@@ -102,7 +128,16 @@ def nothing(model: nn.Module, step: Any, classes: Any, backend: Any) -> Finding:
     return Finding("PASS", [], 0, 0)
 
 
-TOOLS: dict[str, Check] = {"own": own, "msprobe": msprobe, "none": nothing}
+def nothing_two_pass(model: nn.Module, step: Any, classes: Any, backend: Any) -> Finding:
+    """The step on a copy, and compiled on another one."""
+    step(copy.deepcopy(model))
+    return nothing(copy.deepcopy(model), step, classes, backend)
+
+
+TOOLS: dict[str, Check] = {
+    "own": own, "msprobe": msprobe, "none": nothing,
+    "own2": own_two_pass, "msprobe2": msprobe_two_pass, "none2": nothing_two_pass,
+}  # fmt: skip
 
 
 def available(names: list[str]) -> list[str]:
@@ -110,7 +145,7 @@ def available(names: list[str]) -> list[str]:
     found = []
     for name in names:
         try:
-            if name == "msprobe":
+            if name.startswith("msprobe"):
                 import msprobe.pytorch.compile_accuracy_checker.precision_checker  # noqa: F401
         except ImportError as error:
             print(f"{name}: left out, cannot be imported ({error})")
@@ -232,10 +267,11 @@ def detect(tool: str, case: Case) -> tuple[str, str]:
     workload, where = _prepared(case)
     torch.manual_seed(123)
     backend = case.fault() if case.fault else case.backend
-    with random_as_eager(backend):
-        for block in [item for item in workload.model.modules() if isinstance(item, case.classes)]:
-            compile_in_place(block, backend)
-        _step_of(workload)(workload.model)
+    if not tool.endswith("2"):  # two-pass leaves the model as it was
+        with random_as_eager(backend):
+            for block in [m for m in workload.model.modules() if isinstance(m, case.classes)]:
+                compile_in_place(block, backend)
+            _step_of(workload)(workload.model)
     expected = _state(workload)
 
     torch._dynamo.reset()
@@ -270,7 +306,7 @@ def print_detection(tools: list[str], only: str) -> int:
                 continue
             score, about = detect(tool, case)
             scores[score] = scores.get(score, 0) + 1
-            wrong_ones += tool == "own" and score not in ("found", "clean")
+            wrong_ones += tool.startswith("own") and score not in ("found", "clean")
             print(f"{tool:8s} {case.name:44s} {score:28s} {about}", flush=True)
         print(f"{tool}: " + ", ".join(f"{count} {score}" for score, count in scores.items()))
     return wrong_ones
@@ -388,8 +424,14 @@ def print_timing(args: argparse.Namespace, tools: list[str]) -> dict[str, Any]:
 
 
 def _print_beside(rows: dict[str, Any], name: str, backend: str) -> None:
-    ours, theirs = (rows.get(f"{name}/{backend}/{tool}") for tool in ("own", "msprobe"))
-    floor = rows.get(f"{name}/{backend}/none")
+    for suffix in ("", "2"):
+        _print_pair(rows, f"{name}/{backend}/", suffix)
+
+
+def _print_pair(rows: dict[str, Any], prefix: str, suffix: str) -> None:
+    ours, theirs, floor = (
+        rows.get(f"{prefix}{tool}{suffix}") for tool in ("own", "msprobe", "none")
+    )
     if ours and theirs:
         share = ours["cpu_s"] / theirs["cpu_s"]
         if floor:
@@ -413,7 +455,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tools = available(args.tools.split(","))
-    checkers = [tool for tool in tools if tool != "none"]
+    checkers = [tool for tool in tools if not tool.startswith("none")]
     failures = print_detection(checkers, args.cases) if "detect" in args.part else 0
     if "timing" in args.part:
         rows = print_timing(args, tools)
