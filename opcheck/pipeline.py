@@ -23,6 +23,7 @@ from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
 from opcheck.declared import DeclaredDtypes
 from opcheck.drift import Drift
+from opcheck.followers import Followers
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.large import judge_large, prepare_large
@@ -31,12 +32,10 @@ from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.policy import Policy, describe
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
-from opcheck.references import Reference, choose, snapshot
-from opcheck.repeats import REPEATED_UNCHECKED, Repeat, Repeats
+from opcheck.references import choose, snapshot
 from opcheck.sampled import Criterion, Judged
 from opcheck.selftest import Planter
 from opcheck.settings import Settings
-from opcheck.shadow import Shadow, is_followed, worded
 from opcheck.tolerances import documented_tolerances
 
 __all__ = ["Pipeline"]
@@ -92,8 +91,7 @@ class Pipeline:
         self._emit = emit
         self.drift = Drift()
         self._keepers = keepers
-        self._shadow = _shadow_of(settings)
-        self._repeats = _repeats_of(settings)
+        self._followers = Followers(settings)
         self._declared = DeclaredDtypes()
         self.planter = Planter() if settings.selftest else None
 
@@ -117,8 +115,9 @@ class Pipeline:
 
     def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see Observer
         """The op gave `out`."""
-        if self._repeats is not None and isinstance(call, Call):
-            self._run_again(call, out, self._repeats)
+        follows = self._followers.is_on and isinstance(call, Call)
+        if follows:  # not under the lock: a kernel may wait for its own threads
+            self._timed(self._followers.run_again, call, out)
         with self.lock:
             depth = _torch.reference_depth()
             try:
@@ -126,7 +125,9 @@ class Pipeline:
                     self.ledger.elements_seen += _count_elements(out)
                 if isinstance(call, Call):
                     skip = call.skipped or self._check(call, out)
-                    self._follow(call, out, SkipReason.TOO_LARGE if call.is_large else skip)
+                    skip = SkipReason.TOO_LARGE if call.is_large else skip
+                    if follows:
+                        self._timed(self._followers.follow, call, out, skip)
             except BaseException as error:  # our crash must not be the user's
                 _torch.leave_references(depth)
                 if not isinstance(error, Exception):  # Ctrl-C
@@ -140,8 +141,7 @@ class Pipeline:
             with self.lock:
                 if call.skipped is None:
                     self.ledger.skip(SkipReason.OP_RAISED, self.ledger.counts_of(call.signature))
-                if self._shadow is not None:
-                    self._shadow.follow(call, None, None, SkipReason.OP_RAISED)
+                self._followers.follow(call, None, SkipReason.OP_RAISED)
 
     # ---- before the op ----
 
@@ -156,7 +156,7 @@ class Pipeline:
         if isinstance(func, torch._ops.HigherOrderOperator):
             if func.name() == "inductor_compiled_code":  # counted when its code runs
                 return False
-            self._unseen_ran()
+            self._followers.unseen_ran()
             ledger.count((module, site.phase, f"higher_order.{func.name()}.default"))
             ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
             return False
@@ -166,7 +166,10 @@ class Pipeline:
         if skip is not None:
             tracker.random_calls += skip is SkipReason.RANDOM
             ledger.skip(skip)
-            if not self._is_watched(traits, skip, module):
+            if not self._followers.is_on:
+                return False
+            wanted = self._policy.outside(traits, module, self.step) is None
+            if not self._followers.watch(traits, skip, wanted=wanted):
                 return False
             found = describe(func, args, kwargs)
         else:
@@ -179,7 +182,7 @@ class Pipeline:
             skip = skip or self._policy.unfit(found, counts.attempts)
             if skip is not None:
                 ledger.skip(skip, counts)
-                if self._shadow is None or skip is SkipReason.OUTSIDE_STEPS:
+                if not self._followers.follow_values or skip is SkipReason.OUTSIDE_STEPS:
                     return True
         call = Call(
             func=func, traits=traits, args=args, kwargs=kwargs, site=Site(module, site.phase),
@@ -191,32 +194,21 @@ class Pipeline:
         self._prepare(call)
         return call
 
-    def _is_watched(self, traits: OpTraits, skip: SkipReason, module: str) -> bool:
-        """True for calls that are never checked and yet followed or run twice."""
-        if self._shadow is not None and is_followed(traits.base, skip):
-            return True
-        return (
-            self._repeats is not None
-            and skip in REPEATED_UNCHECKED
-            and self._policy.outside(traits, module, self.step) is None
-        )
-
     def _prepare(self, call: Call) -> None:
         """Keep what the op may change."""
         start = perf_counter()
         if call.traits.maybe_random:
             call.rng_before = generator_states(call.args)
+        in_reach = call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE)
         if call.is_large:
             self._prepare_large(call)
-        elif call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE):
+        elif in_reach and (call.skipped is None or self._followers.follow_values):
             with _torch.outside_everything():
                 snapshot(call)
-            if self._shadow is not None:
-                self._shadow.before(call)
         if call.skipped is None and _torch.kernels().is_overridden(call.traits.qualified):
             keep_inputs(call)
-        if self._repeats is not None:
-            self._repeats.before(call)
+        if self._followers.is_on:
+            self._followers.before(call, in_reach=in_reach and not call.is_large)
         self.ledger.check_seconds += perf_counter() - start
 
     def _prepare_large(self, call: Call) -> None:
@@ -242,42 +234,12 @@ class Pipeline:
         self.ledger.check_seconds += perf_counter() - start
         return skip
 
-    def _run_again(self, call: Call, out: Any, repeats: Repeats) -> None:
-        """Not under the lock: a kernel may wait for threads of its own, whose calls take it."""
+    def _timed(self, work: Callable[..., None], *args: Any) -> None:
+        """Do what is no part of the step."""
         start = perf_counter()
-        depth = _torch.reference_depth()
-        try:
-            call.repeat = repeats.after(call, out)
-        except BaseException as error:  # our crash must not be the user's
-            _torch.leave_references(depth)
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-            call.repeat = None
-            repeats.crashed()
+        work(*args)
         with self.lock:
             self.ledger.check_seconds += perf_counter() - start
-
-    def _follow(self, call: Call, out: Any, skip: SkipReason | None) -> None:
-        """Let the shadow take note of a call that was not measured."""
-        if self._shadow is None or call.followed:
-            return
-        start = perf_counter()
-        if call.rng_before is None:
-            self._shadow.follow(call, out, None, skip)
-        else:
-            moved = have_moved(call.rng_before, call.args)
-            after = generator_states(call.args)
-            self._shadow.follow(call, out, None, SkipReason.RANDOM if moved else skip)
-            restore_generators(after)
-        self.ledger.check_seconds += perf_counter() - start
-
-    def _measure(
-        self, call: Call, out: Any, reference: Reference, found: Judgement
-    ) -> Blame | None:
-        if self._shadow is None:
-            return None
-        blame = self._shadow.follow(call, out, reference)
-        return None if blame is None else worded(blame, passed=found.passed, dtype=call.out_dtype)
 
     def _unfit_result(self, call: Call, out: Any) -> SkipReason | None:
         if call.rng_before is not None and have_moved(call.rng_before, call.args):
@@ -329,8 +291,7 @@ class Pipeline:
                 note = f"{call.traits.name} made a non-finite value of finite inputs"
                 found = replace(found, notes=(*found.notes, note))
             record = self._record(call, out, found, judged.label, rtol, atol)
-            record = replace(record, blame=blame) if blame is not None else record
-            record = _with_repeat(record, call.repeat)
+            record = self._followers.noted(record, call, blame)
         self._judged(call, out, _Held(record, call.site, call.signature, found.compared), held=held)
         return None
 
@@ -362,7 +323,8 @@ class Pipeline:
             return found.skip, None
         if self.planter is not None and found.passed:
             self.planter.plant(call, out, reference, rule)
-        return Judged(found, reference.label), self._measure(call, out, reference, found)
+        blame = self._followers.measure(call, out, reference, passed=found.passed)
+        return Judged(found, reference.label), blame
 
     def _with_drift(self, call: Call, found: Judgement) -> Judgement:
         """Fail the call that tips the evidence of many over."""
@@ -475,8 +437,7 @@ class Pipeline:
 
     def _crashed(self, call: Call, out: Any) -> None:
         error = traceback.format_exc()
-        if self._shadow is not None and not call.followed:
-            self._shadow.crashed(call)
+        self._followers.crashed(call)
         if call.skipped is not None:  # it is counted already, and only the shadow lost it
             return
         try:
@@ -516,13 +477,7 @@ class Pipeline:
     def coverage(self) -> Coverage:
         """Everything so far; other threads may be counting."""
         with self.lock:
-            found = self.ledger.coverage()
-            if self._shadow is not None:
-                found = replace(found, shadow=self._shadow.counts())
-            if self._repeats is not None:
-                counts, unequal = self._repeats.counts(), self._repeats.differences
-                found = replace(found, repeat=counts, unrepeatable=unequal)
-            return found
+            return self._followers.completed(self.ledger.coverage())
 
     def end_step(self) -> None:
         """The next call belongs to the next step."""
@@ -535,46 +490,19 @@ class Pipeline:
         """Inductor code ran: one call that nobody can look into."""
         with self.lock:
             site = self._tracker.locate()
-            self._unseen_ran()
+            self._followers.unseen_ran()
             self.ledger.count((site.module, site.phase, "inductor_compiled_code"))
             self.ledger.skip(SkipReason.INSIDE_COMPILED_REGION)
-
-    def _unseen_ran(self) -> None:
-        if self._shadow is not None:
-            self._shadow.forget("a compiled region or higher-order op ran")
 
     def forget_values(self) -> None:
         """The step is left: what happens outside is not seen."""
         with self.lock:
-            if self._shadow is not None:
-                self._shadow.forget()
+            self._followers.forget()
 
     @property
     def own_problem(self) -> str:
-        """Traceback of the first crash of ours in the shadow or in a second run, or ""."""
-        problems = [part.problem for part in (self._shadow, self._repeats) if part is not None]
-        return "\n".join(problem for problem in problems if problem)
-
-
-def _shadow_of(settings: Settings) -> Shadow | None:
-    if not settings.blame:
-        return None
-    return Shadow(
-        limit_bytes=settings.max_shadow_bytes, max_numel=settings.max_numel, seed=settings.seed
-    )
-
-
-def _repeats_of(settings: Settings) -> Repeats | None:
-    if not settings.repeat:
-        return None
-    return Repeats(max_checks=settings.max_checks, max_numel=settings.max_numel)
-
-
-def _with_repeat(record: OpRecord, repeat: Repeat | None) -> OpRecord:
-    if repeat is None:
-        return record
-    notes = record.notes if repeat.same else (*record.notes, repeat.note)
-    return replace(record, repeats=repeat.same, notes=notes)
+        """Traceback of the first crash of ours beside checking, or ""."""
+        return self._followers.problem
 
 
 def _with_origin(record: OpRecord, born: Born) -> OpRecord:

@@ -276,7 +276,7 @@ def test_mirrors_keep_no_tensor_alive_and_die_with_it():
 
 def test_nothing_is_held_after_the_session(tmp_path):
     session = blamed(lambda: nn.functional.gelu(X).sum(), tmp_path)
-    assert len(session._pipeline._shadow.mirrors) == 0
+    assert len(session._pipeline._followers._shadow.mirrors) == 0
 
 
 def test_log_carries_the_figures(tmp_path):

@@ -54,7 +54,7 @@ LAYERS = {
             "shrinking",
             "tree",
         },
-        {"attention_rows", "convolution_sums", "products", "wholes"},
+        {"attention_rows", "convolution_sums", "followers", "products", "wholes"},
         {"convolutions"},
         {"large"},
         {"blameplot", "pipeline", "repro_text", "rerun", "rundiff_report"},
