@@ -24,6 +24,7 @@ __all__ = [
     "graph_task_id",
     "inlined",
     "inside_autograd",
+    "inside_ddp",
     "is_compiled_wrapper",
     "is_fsdp2",
     "is_gathered",
@@ -132,6 +133,14 @@ def inlined(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
 _CODES: dict[str, types.CodeType] = {}
 """One code object for all modules that compile to the same graph, kept for the life of the process
 because Dynamo's cache hangs on it."""
+
+
+def inside_ddp(module: nn.Module) -> nn.Module:
+    """What a DistributedDataParallel holds, whose own forward talks to other ranks."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        held: nn.Module = module.module
+        return held
+    return module
 
 
 # ---- parameters in parts ------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def report_ranks(merged: MergedReport, path: Path | None) -> None:
     Raises:
         LogWriteError: they cannot be written.
     """
-    print("\n".join(merged.lines()))  # noqa: T201 - the report
+    print("\n".join(["", *merged.lines()]))  # noqa: T201 - the report
     if path is not None:
         write_merged(merged, path)
         print(f"CSV report saved to: {path}")  # noqa: T201 - documented

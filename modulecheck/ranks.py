@@ -121,7 +121,6 @@ class MergedReport:
     def lines(self) -> Iterator[str]:
         """For a person: a line a rank, and where the difference begins."""
         several = len({report.scenario for report in self.reports}) > 1
-        yield "=" * 72
         yield "  RANKS"
         yield "  " + "-" * 68
         for report in self.reports:

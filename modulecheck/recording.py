@@ -212,6 +212,9 @@ class Recorder:
         """Why it was left out, "" if it is recorded."""
         if snapshot.parameters_moved(module):
             return "its parameters were written before its verdict was known"
+        shared = [*module.parameters(), *trees.tensors((snapshot.args, snapshot.kwargs))]
+        if _torch.ranks_of(shared):
+            return "ranks share its tensors, and one of them cannot run it again alone"
         size = _num_bytes(snapshot, module.parameters(), rest["grads"], rest["actual"].values())
         if self._used + size > self._limit_mb * _MIB:
             return f"record_limit_mb={self._limit_mb:g} has no room for its {_mib(size)}"

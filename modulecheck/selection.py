@@ -66,7 +66,7 @@ class Selection:
         """Mark the modules at a depth; containers do not use up depth."""
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
             raise ArgumentError(f"depth: expected an integer of 0 or more, got {depth!r}")
-        found = list(dict.fromkeys(_at_depth(model, depth)))
+        found = list(dict.fromkeys(_at_depth(_torch.inside_ddp(model), depth)))
         for module in found:
             self.wrapped.setdefault(module, None)
         return found
@@ -104,7 +104,8 @@ class Selection:
             elif module in self.wrapped and (inside or is_compiled(module)):
                 skipped.append((name, _marker(module, held)))
             if module in self.wrapped and not inside and not is_compiled(module):
-                targets.append(Target(name, module, module not in self.ignored, fqn=names[module]))
+                checked, run = module not in self.ignored, _torch.inside_ddp(module)
+                targets.append(Target(name, run, checked, fqn=names[module]))
         return Plan(tuple(targets), tuple(skipped))
 
 

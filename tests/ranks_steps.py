@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +182,7 @@ def described(results: list[CompareResult]) -> dict[str, Any]:
             for _, _, item in diff.tensors()
             for note in item.notes
         ],
+        "remarks": results[0].notes,
         "recorded": [
             [
                 call.name,
@@ -201,8 +204,10 @@ def described(results: list[CompareResult]) -> dict[str, Any]:
 
 def all_steps(rank: int, folder: Path) -> dict[str, Any]:
     return {
-        "clean": clean_steps(rank), "faulty": faulty_steps(rank), "uneven": uneven_steps(rank)
-    }  # fmt: skip
+        "clean": clean_steps(rank),
+        "faulty": faulty_steps(rank, folder),
+        "uneven": uneven_steps(rank),
+    }
 
 
 def clean_steps(rank: int) -> dict[str, Any]:
@@ -220,7 +225,7 @@ def clean_steps(rank: int) -> dict[str, Any]:
     return found
 
 
-def faulty_steps(rank: int) -> dict[str, Any]:
+def faulty_steps(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     forward = wrong_backend(forward=add_to_one(0.5))
     backward = wrong_backend(backward=add_to_one(0.5))
@@ -228,8 +233,33 @@ def faulty_steps(rank: int) -> dict[str, Any]:
         for phase, wrong in (("forward", forward), ("backward", backward)):
             checker = PrecisionChecker(backend=wrong if rank == 1 else "aot_eager")
             results, _ = train(dataclasses.replace(CLEAN[name], marked=True), rank, checker)
+            if name == "fsdp2" and phase == "forward":
+                report_all(checker, results[0], rank, folder)
             found[f"{name} {phase}"] = described(results)
     return found
+
+
+def report_all(checker: PrecisionChecker, result: CompareResult, rank: int, folder: Path) -> None:
+    """One CSV of all ranks, one of each, and what is printed."""
+    checker.report(result, csv_path=folder / f"precision_rank{rank}.csv")
+    with (folder / f"printed.{rank}").open("w") as file, contextlib.redirect_stdout(file):
+        checker.report(result, csv_path=folder / "gathered.csv", gather=True)
+
+
+def dying_rank(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 ends after its backward; rank 0 goes on."""
+    model, loss_of = build(CLEAN["ddp"], rank)
+    checker = PrecisionChecker(rank_timeout_s=1.5)
+    checker.wrap_all_children(model, depth=0)
+    checker.install(model)
+    loss = loss_of()
+    loss.backward()
+    if rank == 1:
+        os._exit(3)
+    result = checker.collect(loss)
+    begin = time.monotonic()
+    report_all(checker, result, rank, folder)
+    return {**described([result]), "waited_s": time.monotonic() - begin}
 
 
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
@@ -272,6 +302,7 @@ def uneven_steps(rank: int) -> dict[str, Any]:
         "checked_collectives": checked_counts,
         "tensor_parallel": described(tp_results) if tp_results else None,
         "collective_inside": described([_collective_inside()]),
+        "ddp_root": described([_ddp_root(rank)]),
         "root": described([_root_step(rank)]),
         "no_backward": described([_forward_only(rank, grad=True)]),
         "inference": described([_forward_only(rank, grad=False)]),
@@ -293,6 +324,16 @@ def _collective_inside() -> CompareResult:
     checker.wrap_by_policy(model, (ReducingBlock, nn.Linear))
     with checker.installed(model):
         loss = model(torch.ones(2, WIDTH)).square().mean()
+        loss.backward()
+    return checker.collect(loss)
+
+
+def _ddp_root(rank: int) -> CompareResult:
+    model, loss_of = build(CLEAN["ddp_buffers"], rank)
+    checker = PrecisionChecker()
+    checker.wrap(model)
+    with checker.installed(model):
+        loss = loss_of()
         loss.backward()
     return checker.collect(loss)
 

@@ -229,7 +229,7 @@ def test_command_prints_a_line_a_rank_and_exits_by_verdict(write, tmp_path, caps
     parts = [write("precision_rank0.csv", CLEAN), write("precision_rank1.csv", CLEAN + FAILED)]
     assert main(["merge", *map(str, parts), "-o", str(out)]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[3:] == [
+    assert printed[2:] == [
         "  pass  rank 0",
         "  FAIL  rank 1       layers.1",
         "=" * 72,

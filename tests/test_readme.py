@@ -45,8 +45,9 @@ def folder(tmp_path_factory):
 
 def run(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     program, *arguments = shlex.split(line)
-    assert program in ("opcheck", "modulecheck", "python")
-    module = [] if program == "python" else ["-m", program]
+    assert program in ("opcheck", "modulecheck", "python", "torchrun")
+    names = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    module = names.get(program, ["-m", program])
     return subprocess.run(
         [sys.executable, *module, *arguments],
         cwd=folder,
@@ -66,7 +67,7 @@ def test_the_readme_has_commands_to_run():
 def test_commands_print_what_the_readme_shows(folder):
     for line, expected in commands():
         done = run(folder, line)
-        expected_status = 0 if line.startswith("python ") else 1
+        expected_status = 0 if line.startswith(("python ", "torchrun ")) else 1
         assert done.returncode == expected_status, (line, done.stderr)
         assert normalised(done.stdout) == normalised(expected), line
 
