@@ -78,6 +78,8 @@ class Call:
     on_device: bool = False
     in_kernel: bool = False
     """A registered kernel computes it, so that torch's own CPU kernel is independent."""
+    tf32: bool = False
+    """Another machine computed it, with its float32 inputs rounded to TF32."""
     before: dict[int, Tensor] = field(default_factory=dict)
     """id of a tensor argument -> copy from before the op ran, for what the op may change."""
     before_groups: bool = False

@@ -170,6 +170,22 @@ def _demo(chosen: argparse.Namespace) -> int:
     return int(demo_main(clean=chosen.clean, log_dir=chosen.log_dir))
 
 
+def _replay(chosen: argparse.Namespace) -> int:
+    from opcheck.replaying import replay_file, replay_folder, write_pytest
+
+    if chosen.repro.is_dir():
+        if chosen.pytest is not None or chosen.device is not None:
+            print(
+                "opcheck: --pytest and --device are for a reproducer, not a folder", file=sys.stderr
+            )
+            return EXIT_USAGE
+        return replay_folder(chosen.repro, load=chosen.load)
+    if chosen.pytest is not None:
+        write_pytest(chosen.repro, chosen.pytest)
+        return 0
+    return replay_file(chosen.repro, device=chosen.device, load=chosen.load)
+
+
 _RUN_OPTIONS = (
     "log_dir", "rtol", "atol", "criterion", "max_checks", "max_numel", "large", "include",
     "exclude", "modules", "start_step", "num_steps", "blame", "repeat",
@@ -254,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_run(commands, "run", _run, "Run a script under the checker")
     _add_run(commands, "selftest", _selftest, "Plant faults in a script's step: which are missed?")
+    _add_replay(commands)
     return parser
 
 
@@ -363,6 +380,23 @@ def _add_run(
         parser.add_argument(name, action="store_true", default=unset, help=text)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER)
+
+
+def _add_replay(commands: Any) -> None:
+    text = "Run a reproducer, or judge the calls that another machine recorded"
+    parser = _command(commands, "replay", _replay, text)
+    parser.add_argument(
+        "repro", metavar="REPRO", type=Path,
+        help="a file of repro_dir=, or a folder of record_dir=",
+    )  # fmt: skip
+    parser.add_argument("--device", metavar="D", help="where to run the op (default: as recorded)")
+    parser.add_argument(
+        "--load", metavar="LIB", action="append", default=[],
+        help="a module, Python file or shared library that registers kernels (repeat for more)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pytest", metavar="OUT", type=Path, help="write it as a test, run nothing"
+    )
 
 
 def _count(text: str) -> int:

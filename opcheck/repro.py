@@ -6,6 +6,7 @@ smaller, writing it) waits until the step has left the context.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -57,6 +58,7 @@ class ReproKeeper:
         self._places: set[tuple[str, str, str]] = set()
         self._left_out: Counter[str] = Counter()
         self._held_bytes = 0
+        self._pid = os.getpid()
         self.paths: dict[int, Path] = {}
         self._problems: list[str] = []
 
@@ -70,7 +72,7 @@ class ReproKeeper:
 
     def judged(self, call: Call, out: Any, record: OpRecord, *, is_open: bool) -> None:
         """A call was judged, and what it got is still there; never raises into the step."""
-        if record.verdict is not Verdict.FAIL and not is_open:
+        if (record.verdict is not Verdict.FAIL and not is_open) or os.getpid() != self._pid:
             return
         place = record.op, record.module, record.phase
         if place in self._places:

@@ -13,14 +13,14 @@ from opcheck import _torch
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, judge
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
-from opcheck.packing import Packed, View, pack, tree_items, unpack
+from opcheck.packing import Packed, View, map_tree, pack, tree_items, unpack
 from opcheck.policy import describe
 from opcheck.records import OpRecord, SkipReason
 from opcheck.references import Reference, choose, snapshot
 from opcheck.runstate import RunState
 from opcheck.switch import SWITCH
 
-__all__ = ["Again", "KeptCall", "NotJudged", "judge_results", "keep", "run_again"]
+__all__ = ["Again", "Argument", "KeptCall", "NotJudged", "judge_results", "keep", "run_again"]
 
 
 class NotJudged(Exception):  # noqa: N818 - an outcome, not an error
@@ -86,6 +86,11 @@ def keep(call: Call, record: OpRecord, state: RunState, *, seed: int) -> KeptCal
 
 def _call_of(kept: KeptCall, arguments: Packed, device: str | None) -> Call:
     args, kwargs = unpack(arguments, device=device)
+    if device is not None:
+        args, kwargs = map_tree(
+            (args, kwargs),
+            lambda item: torch.device(device) if isinstance(item, torch.device) else item,
+        )
     return Call(
         func=kept.func, traits=kept.traits, args=args, kwargs=kwargs, site=Site("", "other"),
         index=kept.record.index, step=0, occurrence=0,
@@ -117,13 +122,21 @@ def run_again(kept: KeptCall, arguments: Packed) -> Again:
         return Again(call, out, reference, _judged(kept, call, out, reference))
 
 
-def judge_results(kept: KeptCall, out: Any, written: dict[int, Any]) -> Again:
-    """Judge what another machine got.
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """Stands in recorded results for an argument that the op gave back."""
+
+    place: int
+    """Among the leaves of `(args, kwargs)`."""
+
+
+def judge_results(kept: KeptCall, results: Packed) -> Again:
+    """Judge what another machine got, on the CPU.
 
     Args:
         kept: a call of that machine.
-        out: its results, on the CPU.
-        written: place of a mutated parameter in the schema -> what it held after the call.
+        results: "out", what the op gave, and "written", what mutated parameters held after the
+            call, by their place in the schema.
 
     Raises:
         NotJudged: there is no reference.
@@ -131,11 +144,25 @@ def judge_results(kept: KeptCall, out: Any, written: dict[int, Any]) -> Again:
     """
     with _torch.outside_everything():
         call = _call_of(kept, kept.arguments, "cpu")
+        call.tf32 = _had_tf32(kept)
         snapshot(call)
-        for place, value in written.items():
-            _write(call, place, value)
+        given = list(tree_items((call.args, call.kwargs)))
+        found = unpack(results, device="cpu")
+        for place, value in found["written"].items():
+            _write(call, int(place), value)
+        out = map_tree(
+            found["out"], lambda item: given[item.place] if isinstance(item, Argument) else item
+        )
         reference = _reference(kept, call)
         return Again(call, out, reference, _judged(kept, call, out, reference))
+
+
+def _had_tf32(kept: KeptCall) -> bool:
+    """The other machine may have rounded float32 inputs of products to TF32."""
+    if kept.device != "cuda":
+        return False
+    base, state = kept.traits.base, kept.state
+    return state.cudnn_tf32 if "conv" in base else state.cuda_tf32 and "mm" in base
 
 
 def _write(call: Call, place: int, value: Any) -> None:

@@ -24,6 +24,7 @@ from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
 from opcheck.printing import style_for
+from opcheck.recorded_calls import CallRecorder
 from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.report import one_line, render
 from opcheck.repro import ReproKeeper
@@ -31,6 +32,8 @@ from opcheck.review import Run
 from opcheck.selftest import SelfTest, spelled
 from opcheck.settings import (
     DEFAULT_ATOL,
+    DEFAULT_RECORD_BYTES,
+    DEFAULT_RECORDED,
     DEFAULT_REPRO_BYTES,
     DEFAULT_REPRO_SECONDS,
     DEFAULT_REPROS,
@@ -74,6 +77,10 @@ def check(
     repro_seconds: float = DEFAULT_REPRO_SECONDS,
     max_repros: int = DEFAULT_REPROS,
     max_repro_bytes: int = DEFAULT_REPRO_BYTES,
+    record: str | None = None,
+    record_dir: str | os.PathLike[str] = "records",
+    max_recorded: int = DEFAULT_RECORDED,
+    max_record_bytes: int = DEFAULT_RECORD_BYTES,
 ) -> Session:
     """Check every ATen op of the code in the `with` block against the CPU in float64.
 
@@ -115,6 +122,11 @@ def check(
             them as they were.
         max_repros: how many are saved; the report counts the others.
         max_repro_bytes: of arguments held during the step, and of the tensors of one reproducer.
+        record: "failures" or "all": write checked calls, with their inputs and results, to
+            `record_dir`, where `opcheck replay DIR` judges them on a machine without the device.
+        record_dir: folder of the recorded calls, one file each.
+        max_recorded: how many are recorded; the report counts the others.
+        max_record_bytes: of all of them.
 
     Returns:
         A context manager that is its own result; it may be entered again for the next step.
@@ -135,7 +147,8 @@ def check(
         seed=seed, quiet=quiet, blame=blame, repeat=repeat, selftest=selftest,
         max_shadow_bytes=max_shadow_bytes,
         repro_dir=repro_dir, repro_seconds=repro_seconds, max_repros=max_repros,
-        max_repro_bytes=max_repro_bytes,
+        max_repro_bytes=max_repro_bytes, record=record, record_dir=record_dir,
+        max_recorded=max_recorded, max_record_bytes=max_record_bytes,
     )  # fmt: skip
     return Session(model, settings)
 
@@ -177,9 +190,14 @@ class Session:
         self._repros = (
             None if settings.repro_dir is None else ReproKeeper(settings.repro_dir, settings)
         )
+        self._recorder = (
+            None
+            if settings.record is None
+            else CallRecorder(settings.record_dir, settings, run_id=self.run_id, rank=self.rank)
+        )
         self._pipeline = Pipeline(
             settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep,
-            keepers=() if self._repros is None else (self._repros,),
+            keepers=tuple(item for item in (self._repros, self._recorder) if item is not None),
         )  # fmt: skip
 
     # ---- results ----
@@ -222,10 +240,15 @@ class Session:
         return [paths[index] for index in sorted(paths)]
 
     def _saved(self) -> list[str]:
-        if self._repros is None:
-            return []
-        lines = [f"reproducer: {path}" for path in self.repros]
-        return [*lines, *(f"reproducers: {note}" for note in self._repros.notes)]
+        lines = []
+        if self._repros is not None:
+            lines += [f"reproducer: {path}" for path in self.repros]
+            lines += [f"reproducers: {note}" for note in self._repros.notes]
+        if self._recorder is not None:
+            count, folder = self._recorder.num_written, self.settings.record_dir
+            lines += [f"recorded: {count} calls in {folder}; opcheck replay {folder}"]
+            lines += [f"recorded: {note}" for note in self._recorder.notes]
+        return lines
 
     def _problems(self) -> list[str]:
         problem = self._files.problem

@@ -63,6 +63,10 @@ CHECK_PARAMETERS = {
     "repro_seconds": 20.0,
     "max_repros": 20,
     "max_repro_bytes": 1 << 28,
+    "record": None,
+    "record_dir": "records",
+    "max_recorded": 1000,
+    "max_record_bytes": 1 << 30,
 }
 
 FIELDS = {
