@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from opcheck.cli import main
 from tests import kernel_library as kernels
 from tests import second_device
 
@@ -145,3 +146,23 @@ def test_undeclared_write_on_the_device_is_found(results):
 def test_without_a_compiler_the_reason_is_told(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler" in second_device.why_not()
+
+
+def test_calls_recorded_on_the_device_are_judged_without_it(results, capsys):
+    found = of(results, "recorded_for_elsewhere")
+    assert main(["replay", found["folder"]]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [line.split()[1:3] for line in lines if line.startswith("FAIL")]
+    assert failed == [["aten.gelu.default", f"blocks.{i}.mlp.act"] for i in (0, 1)]
+    judged = [line for line in lines if line.startswith(("PASS", "FAIL"))]
+    assert len(judged) == found["checked"]
+    assert f"recorded: {found['checked']} calls in recorded" in found["report"]
+
+
+def test_reproducer_of_the_device_names_its_kernel(results):
+    found = of(results, "recorded_for_elsewhere")
+    assert len(found["repros"]) == 2, found["report"]
+    text = Path(found["repros"][0]).read_text(encoding="utf-8")
+    key = "PrivateUse1" if results["device"] == second_device.NAME else results["device"].upper()
+    assert f"# aten::gelu ({key}): registered at" in text
+    assert f"default={results['device']!r}" in text

@@ -237,11 +237,28 @@ def undeclared_write(device: str) -> Result:
     return summary(session)
 
 
+def recorded_for_elsewhere(device: str) -> Result:
+    workload = on_device(models.transformer, device)()
+    options = {"record": "all", "record_dir": "recorded", "repro_dir": "repros"}
+    with (
+        planted("aten::gelu", device, lambda out: out * 1.001),
+        check(workload.model, **options) as session,
+    ):
+        workload.step()
+    return {
+        **summary(session),
+        "folder": str(Path("recorded").resolve()),
+        "repros": [str(path.resolve()) for path in session.repros],
+        "report": session.report(),
+    }
+
+
 SCENARIOS = [
     step_is_unchanged, step_of_a_convolution_net, wrong_forward, wrong_backward,
     wrong_on_the_device_alone, backward_thread, correct_library, one_wrong_kernel_at_a_time,
     kernels_of_the_cpu_are_left_alone, registrar_hears_the_backward_thread,
     session_hears_of_a_kernel_once, session_finds_a_wrong_registered_kernel, undeclared_write,
+    recorded_for_elsewhere,
 ]  # fmt: skip
 
 
