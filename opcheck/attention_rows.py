@@ -41,11 +41,10 @@ ROW_STEP = 64
 
 
 def is_attention(call: Call) -> bool:
-    """Has rows that can be picked: four dimensions, no dropout, as many heads for keys."""
+    """Has rows that can be picked: four dimensions, no dropout."""
     if call.traits.base not in _FORWARD | _BACKWARD:
         return False
-    query, key = argument(call, "query"), argument(call, "key")
-    if query.dim() != 4 or key.shape[:2] != query.shape[:2]:
+    if argument(call, "query").dim() != 4:
         return False
     return not argument(call, "dropout_p", 0.0)
 
@@ -74,12 +73,15 @@ def _with_nonfinite(rows: Array, result: Tensor) -> Array:
 
 def _parts(call: Call, out: Any, rows: Array, keys: Array, *, is_backward: bool) -> Iterator[Part]:
     query, key = argument(call, "query"), argument(call, "key")
-    per_head = max(query.shape[2], key.shape[2]) * query.shape[3]
-    heads = query.shape[0] * query.shape[1]
-    together = max(1, MAX_PART // per_head)
+    # where several query heads share a key head, whole images are taken
+    axes = 2 if query.shape[1] == key.shape[1] else 1
+    sizes = tuple(query.shape[:axes])
+    heads = math.prod(sizes)
+    per_head = max(query.numel(), key.numel()) // max(heads, 1)
+    together = max(1, MAX_PART // max(per_head, 1))
     for start in range(0, heads, together):
         flat = np.arange(start, min(heads, start + together))
-        head = _heads(call, np.unravel_index(flat, tuple(query.shape[:2])))
+        head = _heads(call, np.unravel_index(flat, sizes))
         yield part_of_slices(call, out, [_queries(call, rows, is_backward=is_backward), head])
         if is_backward:
             yield part_of_slices(call, out, [_keys(call, keys), head])
@@ -98,11 +100,11 @@ def _with_whole_mask(call: Call) -> Call:
 def _heads(call: Call, index: tuple[Array, ...]) -> Pick:
     names = ["query", "key", "value", "grad_out", "out", "logsumexp", "attn_mask"]
     given = [name for name in names if isinstance(argument(call, name), Tensor)]
-    query = argument(call, "query")
+    dims = tuple(range(len(index)))
     space = Space(
-        sizes=tuple(query.shape[:2]),
-        tensors=dict.fromkeys(given, (0, 1)),
-        outputs=dict.fromkeys(range(3), (0, 1)),
+        sizes=tuple(argument(call, "query").shape[: len(index)]),
+        tensors=dict.fromkeys(given, dims),
+        outputs=dict.fromkeys(range(3), dims),
     )
     return Pick(space, tuple(np.asarray(item, dtype=np.int64) for item in index))
 

@@ -61,7 +61,7 @@ def prepare_large(call: Call, seed: int) -> SkipReason | None:
     if strategy == "projection":
         picks_of = pick_grid(call, rng)
         call.large = (picks_of, keep(call, cut_with(picks_of)))
-        return None if picks_of else SkipReason.NOT_CHECKABLE
+        return None
     if strategy != "sampled_rows":
         return SkipReason.NOT_CHECKABLE
     picks = [pick_rows(call, space, rng) for space in spaces_of(call)]

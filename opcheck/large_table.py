@@ -289,6 +289,47 @@ def _trailing_of_index(source: str) -> Rule:
     return rule
 
 
+def _spread_gradient(call: Call) -> list[Space]:
+    """A slice's gradient, zeros elsewhere: all dimensions but the one that was sliced."""
+    grad, sizes = argument(call, "grad_output"), list(argument(call, "input_sizes"))
+    kept = int(argument(call, "dim")) % len(sizes)
+    free = tuple(dim for dim in range(len(sizes)) if dim != kept)
+    if not free:
+        return []
+    there = free if grad.dim() == len(sizes) else _shift(free, (kept,))
+    ones = [size if dim == kept else 1 for dim, size in enumerate(sizes)]
+
+    def shape(count: int) -> list[int]:
+        return [count if dim == free[0] else size for dim, size in enumerate(ones)]
+
+    return [
+        Space(
+            sizes=tuple(int(sizes[dim]) for dim in free),
+            tensors={"grad_output": there},
+            outputs={0: free},
+            changes={"input_sizes": shape},
+        )
+    ]
+
+
+def _stacked(call: Call) -> list[Space]:
+    tensors = argument(call, "tensors")
+    ndim = tensors[0].dim()
+    at = int(_given(call, "dim")) % (ndim + 1)
+    dims = tuple(range(ndim))
+    there = tuple(dim + (dim >= at) for dim in dims)
+    return [Space(sizes=tuple(tensors[0].shape), tensors={"tensors": dims}, outputs={0: there})]
+
+
+def _group_norm_images(call: Call) -> list[Space]:
+    mask = argument(call, "output_mask")
+    if not mask[0]:
+        return []
+    changes = {"N": lambda n: n, "output_mask": lambda n: [True, False, False]}
+    names = {"grad_out": 0, "input": 0, "mean": 0, "rstd": 0}
+    return fixed(names, {0: 0}, **changes)(call)
+
+
 def _rows_of_loss(call: Call) -> list[Space]:
     """The total weight is given, so that rows are independent."""
     x, target = argument(call, "self"), argument(call, "target")
@@ -393,6 +434,10 @@ SPACES: Mapping[str, Rule] = MappingProxyType(
         "embedding": fixed({"weight": 1}, {0: -1}),
         "embedding_dense_backward": fixed({"grad_output": -1}, {0: 1}),
         "nll_loss_backward": _rows_of_loss,
+        "slice_backward": _spread_gradient,
+        "select_backward": _spread_gradient,
+        "stack": _stacked,
+        "native_group_norm_backward": _group_norm_images,
         "index.Tensor": _trailing_of_index(""),
         **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"),
                         _trailing_of_index("values")),

@@ -94,6 +94,9 @@ class Residual:
     """Relative error that all elements share: 0.01 for a result that is 1% too large."""
     scale_sigma: float
     """Standard deviation of that estimate for a correct result."""
+    agreement: float
+    """Share of the sums that are too large in size less that of those too small; a correct result
+    is near 0, and so is one with a fault somewhere, not one that is off by a factor."""
     num_nonfinite: int
 
     @property
@@ -319,11 +322,13 @@ def residual_of(
         weight = np.where(bad, 0.0, 1.0 / allowed)
         size = np.where(bad, 0.0, expected)
         power = float(np.sum(size * size * weight))
+        sides = np.sign(np.where(bad, 0.0, (actual - expected) * expected))
         shared = float(np.sum(np.where(bad, 0.0, actual - expected) * size * weight))
     return Residual(
         z=z,
         block=block,
         scale_error=shared / power if power > 0.0 else 0.0,
         scale_sigma=1.0 / math.sqrt(power) if power > 0.0 else 0.0,
+        agreement=float(np.mean(sides)),
         num_nonfinite=int(np.count_nonzero(bad)),
     )

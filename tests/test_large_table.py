@@ -166,6 +166,12 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
         t(A, B, 3, 6), X4, [3, 2], [3, 2], [0, 0], [1, 1], False,
         MAX(X4, [3, 2], [3, 2], [0, 0])[1],
     ),
+    "slice_backward": (t(A, 4, C), [A, B, C], 1, 2, 6, 1),
+    "select_backward": (t(A, C), [A, B, C], 1, 2),
+    "stack": ([t(A, B), t(A, B)], 1),
+    "native_group_norm_backward": (
+        t(A, 6, C), t(A, 6, C), t(A, 3), positive(A, 3), t(6), A, 6, C, 3, [True, True, True],
+    ),
     "tril": (t(A, B, C), 1),
     "triu": (t(A, B, C), -1),
     "im2col": (t(A, B, C, D), [2, 3], [1, 1], [0, 0], [1, 1]),
@@ -293,6 +299,7 @@ def test_the_table_agrees_with_probing(name):
 ONE_RESULT: dict[str, set[int]] = {
     "native_layer_norm_backward": {A, B, C},
     "_fused_rms_norm_backward": {A, B, C},
+    "native_group_norm_backward": {A},
 }
 """Independent for some of the results only, which the other test compares alone."""
 
