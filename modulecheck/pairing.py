@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modulecheck import trees
-from modulecheck.compared import Compared, Documented, References, Rule, quick
+from modulecheck.compared import Compared, Documented, References, Rule, flat, quick
 from modulecheck.goldens import Key, array_of
 from modulecheck.judging import compare
 from modulecheck.results import TensorDiff
@@ -349,7 +349,7 @@ def forward_error(items: Iterable[Item]) -> float:
     shares = [eps]
     for item in items:
         if item.kind == "fwd_output" and item.actual is not None and item.eager is not None:
-            both = [side.reshape(-1).astype(np.float64) for side in (item.actual, item.eager)]
+            both = [flat(side).astype(np.float64) for side in (item.actual, item.eager)]
             size = rms(both[1])
             shares += [rms(both[0] - both[1]) / size] if size else []
             shares.append(tol.EPS.get(item.dtype, eps) / 4)
