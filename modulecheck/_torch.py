@@ -114,19 +114,19 @@ def compiles_only_inlined(module: nn.Module) -> bool:
     return all(type(item).__module__ in sys.modules for item in module.modules())
 
 
-def inlined(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
+def inlined(function: Callable[..., Any], tag: str | None) -> Callable[..., Any]:
     """`function` behind a frame that Dynamo does not skip, with a code object of its own.
 
     Dynamo keeps compiled code by code object. Were it one for all, the ninth shape of `nn.Linear`
-    would fall back to eager.
+    would fall back to eager. One without a tag is nobody else's.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    code = _CODES.get(tag)
-    if code is None:
-        code = _CODES[tag] = call.__code__.replace(co_name=f"call_{len(_CODES)}")
+    code = call.__code__.replace(co_name=f"call_{len(_CODES)}")
+    if tag is not None:
+        code = _CODES.setdefault(tag, code)
     return types.FunctionType(code, globals(), "call", None, call.__closure__)
 
 

@@ -46,5 +46,7 @@ class Culprit:
     """What the budget, or the generated code, kept from being looked at."""
     other_ops: tuple[str, ...] = ()
     """The other ops of a fused kernel, in its order."""
+    also_in: tuple[str, ...] = ()
+    """Where else the same op goes wrong: `module (kernel)`."""
     tensor: str = ""
     """Argument, buffer or output that ended wrong, where the fault is a lost or reordered write."""

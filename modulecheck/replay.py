@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Replayed",
     "Snapshot",
     "arguments",
+    "as_in",
     "replay",
     "replaying",
     "same_dtype",
@@ -87,7 +89,8 @@ class Replayed:
         outputs: list[Tensor],
         grads: list[Tensor],
         *,
-        mode: _torch.TorchDispatchMode | None = None,
+        mode: AbstractContextManager[Any] | None = None,
+        compiled: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
         """Gradients of inputs and of parameters; the graph is gone afterwards.
 
@@ -95,6 +98,7 @@ class Replayed:
             outputs: where gradients come in.
             grads: those gradients.
             mode: sees every op of the backward.
+            compiled: the outputs are those of compiled code.
         """
         leaves = [leaf for leaf in self.input_leaves if leaf is not None]
         names = [name for name, leaf in self.parameter_leaves.items() if leaf.requires_grad]
@@ -102,7 +106,7 @@ class Replayed:
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         if not wanted or not pairs:
             return [None] * len(self.input_leaves), dict.fromkeys(names)
-        with _running(), mode or contextlib.nullcontext():
+        with _running(compiled=compiled), mode or contextlib.nullcontext():
             found = list(
                 torch.autograd.grad(
                     [o for o, _ in pairs],
@@ -121,10 +125,17 @@ class Replayed:
 class _Holder(nn.Module):
     """Reaches the module under names of its own, and looks at the buffers before they go back."""
 
-    def __init__(self, module: nn.Module, modes: Sequence[_torch.TorchDispatchMode]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        modes: Sequence[AbstractContextManager[Any]],
+        through: Callable[..., Any] | None,
+    ) -> None:
         super().__init__()
         self.inner = module
         self.modes = modes
+        # in a tuple, because a module among the attributes would be a submodule of this one
+        self.call = (through,)
         self.buffers_after: dict[str, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +144,7 @@ class _Holder(nn.Module):
         with contextlib.ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
-            out = run(*args, **kwargs)
+            out = (self.call[0] or run)(*args, **kwargs)
         self.buffers_after = dict(self.inner.named_buffers())
         return out
 
@@ -149,16 +160,19 @@ def widened(tensor: Tensor, name: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _running() -> Iterator[None]:
+def _running(*, compiled: bool = False) -> Iterator[None]:
     """Reference work: the generators are put back, dispatch modes and checkpoint hooks are out."""
     before = RandomState.now()
     _now.depth += 1
     try:
-        with (
-            _torch.no_modes(),
-            contextlib.nullcontext() if _now.together else _torch.no_collectives(),
-            torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_torch.no_modes())
+            if not compiled:  # a mode turns compile off, and hooks make it another graph
+                if not _now.together:
+                    stack.enter_context(_torch.no_collectives())
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+                )
             yield
     finally:
         _now.depth -= 1
@@ -166,7 +180,8 @@ def _running() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_in(snapshot: Snapshot, *, autocast: bool) -> Iterator[None]:
+def as_in(snapshot: Snapshot, *, autocast: bool) -> Iterator[None]:
+    """Autocast, grad mode and inference mode of the call."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(snapshot.inference))
         stack.enter_context(torch.set_grad_enabled(snapshot.grad_enabled))
@@ -187,7 +202,8 @@ def replay(
     *,
     autocast: bool = True,
     on_inputs: Callable[[list[Tensor], list[Tensor]], None] | None = None,
-    modes: Sequence[_torch.TorchDispatchMode] = (),
+    modes: Sequence[AbstractContextManager[Any]] = (),
+    through: Callable[..., Any] | None = None,
 ) -> Replayed:
     """Run the module in eager on copies of what the call got.
 
@@ -198,12 +214,13 @@ def replay(
         autocast: False: run without, as a float64 run must.
         on_inputs: shown the tensors of the snapshot and what the module is about to receive.
         modes: see every op of the forward; the last one first.
+        through: called in place of the module, such as a compiled version of its call.
 
     Raises:
         Whatever the module raises.
     """
     originals = trees.tensors((snapshot.args, snapshot.kwargs))
-    with _running(), _as_in(snapshot, autocast=autocast):
+    with _running(compiled=through is not None), as_in(snapshot, autocast=autocast):
         given = _inputs(originals, convert)
         leaves: list[Tensor | None] = []
         passed: dict[int, Tensor] = {}
@@ -220,13 +237,13 @@ def replay(
             (snapshot.args, snapshot.kwargs), lambda tensor: passed[id(tensor)]
         )
         parameters = {
-            name: convert(item.detach(), f"parameter {name}").requires_grad_(item.requires_grad)
+            name: _leaf(convert(item.detach(), f"parameter {name}"), item, through)
             for name, item in module.named_parameters()
         }
         buffers = {
             name: convert(item.clone(), f"buffer {name}") for name, item in snapshot.buffers.items()
         }
-        holder = _Holder(module, modes)
+        holder = _Holder(module, modes, through)
         state = {f"inner.{name}": item for name, item in {**parameters, **buffers}.items()}
         snapshot.random.restore()
         with _torch.undisturbed(module):
@@ -240,6 +257,13 @@ def replay(
             parameter_leaves=parameters,
             random_after=torch.get_rng_state(),
         )
+
+
+def _leaf(data: Tensor, original: Tensor, through: Callable[..., Any] | None) -> Tensor:
+    """A compiler treats parameters apart from other tensors."""
+    if through is not None:
+        return nn.Parameter(data, requires_grad=original.requires_grad)
+    return data.requires_grad_(original.requires_grad)
 
 
 def _inputs(originals: list[Tensor], convert: Convert) -> list[Tensor]:

@@ -1,0 +1,226 @@
+"""The door of this package to Dynamo and inductor internals. Tested on PyTorch 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from modulecheck import _torch
+
+__all__ = [
+    "AOT_STAGES",
+    "CAPTURE_FAILED",
+    "Lowered",
+    "aot_backend",
+    "compile_fx",
+    "compile_inner",
+    "compile_lowered",
+    "compiled_alone",
+    "decompositions",
+    "inductor_options",
+    "isolated",
+    "lowerings",
+    "strided_copy",
+]
+
+AOT_STAGES = ("eager", "aot_eager", "aot_eager_decomp_partition", "inductor")
+CAPTURE_FAILED = "the generated code cannot be reached (C++ wrapper, or another code path)"
+_NO_LIMIT = 1 << 20
+
+
+# ---- compiling without a trace ------------------------------------------------------------------
+
+
+def compiled_alone(
+    function: Callable[..., Any], backend: Any, *, dynamic: bool | None
+) -> Callable[..., Any]:
+    """`torch.compile` whose cache entries are its own and do not count for anybody else."""
+    options: dict[str, Any] = {"isolate_recompiles": True}  # not in the overloads
+    compiled: Callable[..., Any] = torch.compile(
+        function, backend=backend, dynamic=dynamic, **options
+    )
+    return compiled
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Compile freely: caches, counters and compile configuration are as before afterwards.
+
+    No graph is read from or written to the caches on disk, because a lowering may have been changed
+    since they were filled. The user's compiled code stays valid and is not compiled again.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import convert_frame, pgo, utils
+    from torch._inductor import config as inductor_config
+
+    before = {id(code) for code in _codes(convert_frame)}
+    counters = {name: dict(counts) for name, counts in utils.counters.items()}
+    code_state = copy.deepcopy(pgo._CODE_STATE)
+    try:
+        with (
+            inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+            functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+            dynamo_config.patch(
+                recompile_limit=_NO_LIMIT,
+                accumulated_recompile_limit=_NO_LIMIT,
+                fail_on_recompile_limit_hit=False,
+            ),
+        ):
+            yield
+    finally:
+        _forget_codes(convert_frame, before)
+        pgo._CODE_STATE = code_state
+        utils.counters.clear()
+        for name, counts in counters.items():
+            utils.counters[name].update(counts)
+
+
+def _codes(convert_frame: Any) -> list[Any]:
+    found = [reference() for reference in convert_frame.input_codes.seen]
+    return [code for code in found if code is not None]
+
+
+def _forget_codes(convert_frame: Any, before: set[int]) -> None:
+    """Code that Dynamo met for the first time forgets what was compiled.
+
+    Code that it knew keeps all its entries: ours sit in a bucket that no other call looks into.
+    """
+    from torch._C._dynamo.eval_frame import reset_code
+
+    for code in _codes(convert_frame):
+        if id(code) not in before:
+            reset_code(code)
+
+
+# ---- what inductor made of a graph --------------------------------------------------------------
+
+
+@dataclass
+class Lowered:
+    """The generated Python module of one graph, and which FX node each of its buffers is."""
+
+    module: Any
+    source: str
+    nodes: dict[str, str]
+    """Name of a buffer -> name of the FX node whose value it holds."""
+    mutated: dict[str, list[str]] = field(default_factory=dict)
+    """Name of a buffer or input -> buffers that stand for its later values, in order."""
+
+
+@contextlib.contextmanager
+def lowerings() -> Iterator[list[Lowered]]:
+    """Every graph that inductor generates code for, in order."""
+    from torch._inductor.graph import GraphLowering
+
+    found: list[Lowered] = []
+    original = GraphLowering.compile_to_module
+
+    @functools.wraps(original)
+    def noting(self: Any) -> Any:
+        module = original(self)
+        found.append(_lowered(self, module))
+        return module
+
+    GraphLowering.compile_to_module = noting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        GraphLowering.compile_to_module = original  # type: ignore[method-assign]
+
+
+def _lowered(lowering: Any, module: Any) -> Lowered:
+    path = getattr(module, "__file__", None)
+    source = ""
+    if path and str(path).endswith(".py"):
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
+            source = file.read()
+    nodes: dict[str, str] = {}
+    mutated: dict[str, list[str]] = {}
+    for name, buffer in lowering.name_to_buffer.items():
+        node = buffer.get_origin_node()
+        if node is not None:
+            nodes[name] = node.name
+        if buffer.should_allocate() or not buffer.get_mutation_names():
+            continue
+        for changed in buffer.get_mutation_names():
+            mutated.setdefault(changed, []).append(name)
+    return Lowered(module, source, nodes, mutated)
+
+
+def compile_fx(graph: Any, inputs: Any, inner: Callable[..., Any]) -> Any:
+    """Inductor as a backend, with `inner` in place of its own compiler of one graph."""
+    from torch._inductor import compile_fx as home
+
+    return home.compile_fx(graph, inputs, inner_compile=inner)
+
+
+def compile_inner(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """Inductor's own compiler of one graph, forward or backward."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(graph, inputs, **options)
+
+
+def compile_lowered(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Inductor on a graph of ATen ops whose placeholders carry their meta values."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    examples = [node.meta["val"] for node in placeholders]
+    modes = [getattr(value, "fake_mode", None) for value in examples]
+    fake_mode = next((mode for mode in modes if mode is not None), None)
+    if fake_mode is None:
+        fake_mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+        examples = [
+            fake_mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for value in examples
+        ]
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), torch.no_grad():
+        compiled = compile_inner(
+            graph, examples, cudagraphs=BoxedBool(value=False), static_input_idxs=[],
+            is_inference=True, boxed_forward_device_index=None,
+        )  # fmt: skip
+    function: Callable[[list[Any]], Any] = compiled
+    return function
+
+
+@contextlib.contextmanager
+def inductor_options(**options: Any) -> Iterator[None]:
+    """Options of `torch._inductor.config` for the length of the context."""
+    from torch._inductor import config
+
+    with config.patch(options):
+        yield
+
+
+def aot_backend(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """AOT autograd with two compilers and no decompositions of its own."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    return backend
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The table with which inductor and `aot_eager_decomp_partition` trace."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def strided_copy(value: Any) -> Any:
+    """A copy of a tensor with its very strides, as generated code asserts them; else the value."""
+    from torch._prims_common import clone_preserve_strides
+
+    with _torch.no_modes():
+        return clone_preserve_strides(value.detach()) if isinstance(value, Tensor) else value
