@@ -63,6 +63,8 @@ _Z_FAIL = 16.0
 _SCALE_FAIL = 8.0
 _SCALE_SIGMAS = 6.0
 _ONE_SIDED = 0.2
+_OUT_OF_LARGEST = 0.05
+"""Columns whose error is such a share of the largest one belong to the fault."""
 _MIN_DISTINCT = 16
 _EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -359,10 +361,11 @@ def _tile(exact: _Rows, residual: Residual, metrics: Metrics) -> tuple[int, ...]
     left, right = _run(suspect[row], block)
     columns = exact.product.y.shape[1]
     left, right = left * residual.block, min(columns, (right + 1) * residual.block) - 1
-    here = np.flatnonzero(exact.rows == row)
+    here = np.flatnonzero((exact.rows >= first) & (exact.rows <= last))
     if here.size:  # computed again: the columns are known to the element
-        error = np.absolute(exact.actual - exact.golden)[here[0], left : right + 1]
-        out = np.flatnonzero(~(error <= 0.1 * np.max(error, initial=0.0, where=error < math.inf)))
+        error = np.absolute(exact.actual - exact.golden)[here, left : right + 1]
+        top = np.max(error, initial=0.0, where=error < math.inf)
+        out = np.flatnonzero((~(error <= _OUT_OF_LARGEST * top)).any(axis=0))
         if out.size:
             left, right = left + int(out[0]), left + int(out[-1])
     return first, last, left, right
