@@ -185,6 +185,11 @@ def run_markdown(run: Run) -> str:
     if run.verdict.value == "INCONCLUSIVE":
         lines.append(f"Inconclusive: {_code(run.verdict_reason)}")
     lines += [f"Warning: {_code(warning)}" for warning in run.warnings]
+    birth = coverage.first_nonfinite
+    if birth is not None:
+        where = f"{birth.op} in {birth.module or '<root>'}, {birth.phase}, call {birth.index}"
+        made = [where, f"{birth.value} at {list(birth.place)}", birth.source, *birth.inputs]
+        lines.append(f"The first NaN or Inf: {'; '.join(_code(text) for text in made if text)}")
     first = run.first_divergence
     if first is not None:
         lines += ["", "First divergence:", "", *_markdown_table(["", ""], _call_rows(first))]

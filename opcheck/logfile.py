@@ -352,6 +352,7 @@ def _check_followed(coverage: Coverage) -> None:
         not all(isinstance(text, str) for text in texts)
         or not all(_is_a(count, int) for count in counts)
         or not all(_is_a(item.max_abs, (int, float)) for item in coverage.unrepeatable)
+        or not (birth is None or isinstance(birth.arrived, bool))
     ):
         msg = "a name or a count has another type"
         raise TypeError(msg)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opcheck import _torch
+from opcheck.births import Births, asks_for_nonfinite, is_cast_to_half, sentence
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of, spell_tensor
@@ -92,6 +93,7 @@ class Pipeline:
         self.drift = Drift()
         self._keepers = keepers
         self._followers = Followers(settings)
+        self._births = Births()
         self._declared = DeclaredDtypes()
         self.planter = Planter() if settings.selftest else None
 
@@ -128,6 +130,8 @@ class Pipeline:
                     skip = SkipReason.TOO_LARGE if call.is_large else skip
                     if follows:
                         self._timed(self._followers.follow, call, out, skip)
+                    if call.skipped is not None and self._births.first is None:
+                        self._timed(self._look_at_unchecked, call, out)
             except BaseException as error:  # our crash must not be the user's
                 _torch.leave_references(depth)
                 if not isinstance(error, Exception):  # Ctrl-C
@@ -166,10 +170,11 @@ class Pipeline:
         if skip is not None:
             tracker.random_calls += skip is SkipReason.RANDOM
             ledger.skip(skip)
-            if not self._followers.is_on:
+            casts = is_cast_to_half(traits.base, args, kwargs)
+            if not self._followers.is_on and not casts:
                 return False
             wanted = self._policy.outside(traits, module, self.step) is None
-            if not self._followers.watch(traits, skip, wanted=wanted):
+            if not casts and not self._followers.watch(traits, skip, wanted=wanted):
                 return False
             found = describe(func, args, kwargs)
         else:
@@ -184,10 +189,11 @@ class Pipeline:
                 ledger.skip(skip, counts)
                 if not self._followers.follow_values or skip is SkipReason.OUTSIDE_STEPS:
                     return True
+        source = "" if skip and self._births.first else tracker.source()
         call = Call(
             func=func, traits=traits, args=args, kwargs=kwargs, site=Site(module, site.phase),
             index=index, step=self.step, occurrence=occurrence, signature=tuple(found.key),
-            on_device=found.on_device, source="" if skip else tracker.source(),
+            on_device=found.on_device, source=source,
             frame=tracker.open_frame, skipped=skip, counted=traits.skip is None,
         )  # fmt: skip
         call.is_large = self._policy.samples(found.largest)
@@ -233,6 +239,12 @@ class Pipeline:
             counts.attempts += 1
         self.ledger.check_seconds += perf_counter() - start
         return skip
+
+    def _look_at_unchecked(self, call: Call, out: Any) -> None:
+        if call.skipped in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE):
+            return
+        with _torch.outside_everything():
+            self._births.look(call, out, "")
 
     def _timed(self, work: Callable[..., None], *args: Any) -> None:
         """Do what is no part of the step."""
@@ -285,6 +297,8 @@ class Pipeline:
             found = self._with_drift(call, found)
             if not found.passed and call.site.phase == "optimizer":
                 self._blame_owner(call, found.metrics.worst_output)
+            if found.nonfinite or not found.passed:
+                found = self._look_for_birth(call, out, found)
             born = _made_nonfinite(call, out, found)
             held = born and self._can_hold(call)
             if born and not held:
@@ -302,6 +316,11 @@ class Pipeline:
             call.frame.held.append(item)
         else:
             self._finish(item)
+
+    def _look_for_birth(self, call: Call, out: Any, found: Judgement) -> Judgement:
+        verdict = Verdict.PASS if found.passed else Verdict.FAIL
+        birth = self._births.look(call, out, verdict.value)
+        return found if birth is None else replace(found, notes=(*found.notes, sentence(birth)))
 
     def _compared(
         self, call: Call, out: Any, rtol: float, atol: float
@@ -392,6 +411,7 @@ class Pipeline:
             sampled=record.sample is not None and not record.sample.covers_all,
         )
         self._policy.judged(record)
+        self._births.concluded(record)
         for keeper in self._keepers:
             keeper.concluded(record)
         self._emit(record)
@@ -477,7 +497,8 @@ class Pipeline:
     def coverage(self) -> Coverage:
         """Everything so far; other threads may be counting."""
         with self.lock:
-            return self._followers.completed(self.ledger.coverage())
+            coverage = replace(self.ledger.coverage(), first_nonfinite=self._births.first)
+            return self._followers.completed(coverage)
 
     def end_step(self) -> None:
         """The next call belongs to the next step."""
@@ -513,7 +534,7 @@ def _with_origin(record: OpRecord, born: Born) -> OpRecord:
 
 def _made_nonfinite(call: Call, out: Any, found: Judgement) -> bool:
     """Right by its reference, and yet NaN or Inf came of finite inputs."""
-    if not (found.passed and found.nonfinite):
+    if not (found.passed and found.nonfinite) or asks_for_nonfinite(call):
         return False
     inputs = [
         call.before.get(id(item), item) for item in _tensors((*call.args, *call.kwargs.values()))

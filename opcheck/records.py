@@ -166,7 +166,10 @@ class Blame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
-    """A call, checked or not, that made NaN or Inf of finite inputs."""
+    """The first call that made NaN or Inf of finite inputs, checked or not.
+
+    Or that was seen to get NaN with its inputs, made where nobody looked.
+    """
 
     op: str
     module: str = ""
@@ -183,6 +186,8 @@ class Birth:
     """Each tensor input: its value at the place where it has one, and its range."""
     verdict: str = ""
     """Of the call, "" where it was not checked."""
+    arrived: bool = False
+    """It came with the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,11 +62,14 @@ def nonfinite_lines(coverage: Coverage, style: Style) -> list[str]:
     place = f" at [{', '.join(map(str, birth.place))}]"
     place += f" of output {birth.output}" if birth.output else ""
     judged = {
-        "PASS": "agrees with its reference: the values are what is wrong, not the kernel",
+        "PASS": "agrees with its reference: its inputs make it so",
         "FAIL": "FAILs",
         "": "was not checked",
     }.get(birth.verdict, style.text(birth.verdict))
-    lines = [style.paint("first NaN or Inf made of finite inputs", "bold")]
+    title = "first NaN or Inf, made of finite inputs"
+    if birth.arrived:
+        title = "first NaN seen: it came with the inputs, made where no call was checked"
+    lines = [style.paint(title, "bold")]
     lines += field("op", style.text(birth.op))
     lines += field("module", f"{module} ({where})")
     lines += field("source", style.text(birth.source))

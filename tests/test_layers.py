@@ -40,6 +40,7 @@ LAYERS = {
         {"drift", "large_table", "projection", "runnotes", "verdicts"},
         {"compare", "merging", "report", "rundiff"},
         {
+            "births",
             "blame",
             "certificate",
             "export",
