@@ -16,7 +16,7 @@ from modulecheck.flips import CornerScan, Flip, FlipMode
 from modulecheck.kink_rule import KINK_DRAWS
 from modulecheck.replay import Replayed, Snapshot, replay, same_dtype, widened
 from modulecheck.trial import SENSITIVE_DRAWS
-from modulecheck.widening import OpByOp, eps_of
+from modulecheck.widening import NarrowWatch, OpByOp, eps_of
 from opcheck import tolerances as tol
 from opcheck.references import host_array
 from opcheck.verdicts import rms, spacing_of
@@ -162,33 +162,30 @@ class Goldens:
 
     def _golden(self) -> Results | None:
         """The module in float64; where it refuses or comes back narrower, its ops one by one."""
+        watch, plain = NarrowWatch(), None
         try:
-            replayed, results = self._results(widened, wide=True)
-            narrow = next((item.dtype for item in replayed if _is_narrow(item)), None)
-            if narrow is None:
-                return results
-            self.refused = f"it gives {narrow} for float64"
+            plain = self._results(widened, wide=True, modes=[watch])
+            if watch.dtype is None:
+                return plain
+            self.refused = f"it computes in {watch.dtype} whatever it is given"
         except Exception as error:  # noqa: BLE001 - a module may refuse float64 in any way
             self.refused = _said(error)
         self._op_by_op = True
         try:
-            return self._results(widened, wide=True)[1]
+            return self._results(widened, wide=True)
         except Exception as error:  # noqa: BLE001 - and so may its ops
             self._op_by_op = False
-            self.missing = f"{self.refused}; op by op: {_said(error)}"
+            self.missing = "" if plain else f"{self.refused}; op by op: {_said(error)}"
             self.refused = ""
-            return None
+            return plain
 
     def _tried(self, convert: Any, *, wide: bool) -> Results | None:
         try:
-            return self._results(convert, wide=wide)[1]
+            return self._results(convert, wide=wide)
         except Exception:  # noqa: BLE001 - moved inputs may be where the module raises
             return None
 
-    def _results(
-        self, convert: Any, *, wide: bool, modes: Sequence[Any] = ()
-    ) -> tuple[list[Tensor], Results]:
-        """Every result as a tensor of the run, and as an array by key."""
+    def _results(self, convert: Any, *, wide: bool, modes: Sequence[Any] = ()) -> Results:
         backward = None
         if wide and self._op_by_op:
             modes = [*modes, OpByOp(self._own_eps())]
@@ -205,7 +202,7 @@ class Goldens:
                 **{("param", name): grad for name, grad in of_parameters.items()},
             }
             by_key.update((key, grad) for key, grad in found.items() if grad is not None)
-        return list(by_key.values()), {key: array_of(item).copy() for key, item in by_key.items()}
+        return {key: array_of(item).copy() for key, item in by_key.items()}
 
     def _own_eps(self) -> float:
         tensors = [*self._module.parameters(), *trees.tensors((self._snapshot.args,
@@ -253,7 +250,7 @@ class Goldens:
             )
             try:
                 modes = [FlipMode(self._flips or [], crossing)]
-                _, results = self._results(convert, wide=True, modes=modes)
+                results = self._results(convert, wide=True, modes=modes)
                 self._flipped[run] = {k: v for k, v in results.items() if k in self._failing}
             except Exception:  # noqa: BLE001 - across the corner is where the module raises
                 self._flipped[run] = None
@@ -296,7 +293,3 @@ def _numbered(values: Iterable[Any]) -> Iterator[int]:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
-
-
-def _is_narrow(tensor: Tensor) -> bool:
-    return tol.EPS["float64"] < eps_of(tensor.dtype)

@@ -28,6 +28,24 @@ def eps_of(dtype: torch.dtype) -> float:
     return tol.EPS.get(str(real).removeprefix("torch."), tol.EPS["float16"])
 
 
+class NarrowWatch(_torch.TorchDispatchMode):
+    """Notices ops that give less than float64 in a float64 run: the code names their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.dtype is None:
+            for item in out if isinstance(out, (list, tuple)) else (out,):
+                if isinstance(item, Tensor) and eps_of(item.dtype) > tol.EPS["float64"]:
+                    self.dtype = item.dtype
+        return out
+
+
 class OpByOp(_torch.TorchDispatchMode):
     """Widens the inputs of every op; for the forward and the backward of one run."""
 
