@@ -597,6 +597,43 @@ def test_aliases_among_the_inputs_stay_aliases() -> None:
     assert_pass(result)
 
 
+class Strided(nn.Module):
+    """Reads the strides of its input: a copy laid out anew would give other numbers."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * hidden.stride(0) + hidden.stride(1)
+
+
+def test_replay_gets_the_strides_and_leaves_version_counters() -> None:
+    hidden = torch.randn(8, 8)[::2, ::2]
+    model = nn.Sequential(Strided(), nn.Linear(4, 4))
+    result = check(model, lambda: model(hidden).sum(), *model)
+    assert_pass(result)
+    assert hidden._version == 0
+    assert hidden.stride() == (16, 2)
+    assert [item._version for item in model.parameters()] == [0, 0]
+
+
+class Mask(nn.Module):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden * 2, hidden > 0
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_bools_are_compared_exactly(wrong: bool) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            doubled, mask = graph(*args)
+            return doubled, mask ^ wrong
+
+        return run
+
+    model = Mask()
+    hidden = torch.randn(3, 4)
+    result = check(model, lambda: model(hidden)[0].sum(), model, backend=backend)
+    assert result.verdict == (Verdict.FAIL if wrong else Verdict.PASS)
+
+
 def test_own_gradient_of_a_module_is_apart_from_other_users() -> None:
     result, _ = checked_step(stack(), Block)
     workload = stack()
