@@ -231,6 +231,11 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_f
 class _NoCollectives(TorchDispatchMode):
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What the module itself compiles runs compiled, as it does without this mode."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

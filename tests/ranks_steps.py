@@ -15,10 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,6 +70,21 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return fsdp2()(model)
 
 
+def reentrant_around_fsdp2(model: nn.Module) -> nn.Module:
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = checkpoint_wrapper(
+            fully_shard(block), checkpoint_impl=CheckpointImpl.REENTRANT
+        )
+    return fully_shard(model)
+
+
+def each_layer(model: nn.Module) -> nn.Module:
+    for module in list(model.modules()):
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            fully_shard(module)
+    return fully_shard(model)
+
+
 def ddp(**options: Any) -> Wrap:
     return lambda model: DistributedDataParallel(model, **options)
 
@@ -67,6 +93,34 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def two_dimensions(model: nn.Module) -> nn.Module:
+    """FSDP2 of a model whose layers are tensor parallel."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def sequence_parallel(model: nn.Module) -> nn.Module:
+    """Blocks whose inputs, outputs and all between are DTensors."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = Shard(0)
+    for block in model.blocks:
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=rows),
+            "down": RowwiseParallel(output_layouts=rows, use_local_output=False),
+        }
+        parallelize_module(block, mesh, plan)
+        into = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=rows, use_local_output=False
+        )
+        out = PrepareModuleOutput(output_layouts=rows, desired_output_layouts=Replicate())
+        parallelize_module(parallelize_module(block, mesh, into), mesh, out)
     return model
 
 
@@ -88,6 +142,9 @@ CLEAN = {
     "fsdp2": Case(fsdp2()),
     "fsdp2_no_reshard": Case(fsdp2(reshard_after_forward=False), options={"golden": "always"}),
     "fsdp2_mixed": Case(fsdp2(mixed=True)),
+    "fsdp2_each_layer": Case(each_layer, classes=(nn.Linear, nn.LayerNorm)),
+    "fsdp2_twice": Case(fsdp2(), "twice"),
+    "fsdp2_in_reentrant": Case(reentrant_around_fsdp2),
     "fsdp2_blocks_only": Case(fsdp2(root=False)),
     "fsdp2_buffers": Case(fsdp2(), "batch_norm"),
     "fsdp2_dropout": Case(fsdp2(), "dropout"),
@@ -100,6 +157,8 @@ CLEAN = {
     "ddp_unused": Case(ddp(find_unused_parameters=True)),
     "ddp_static": Case(ddp(static_graph=True)),
     "tensor_parallel": Case(tensor_parallel, same_input=True, options={"golden": "always"}),
+    "two_dimensions": Case(two_dimensions, same_input=True),
+    "sequence_parallel": Case(sequence_parallel, same_input=True, options={"golden": "always"}),
 }  # fmt: skip
 
 
@@ -195,7 +254,10 @@ def described(results: list[CompareResult]) -> dict[str, Any]:
             for call in results[0].recordings
         ],
         "compared": {diff.name: diff.compared for diff in results[0].diffs},
-        "param_grads": {diff.name: len(diff.param_grads or ()) for diff in results[0].diffs},
+        "param_grads": {
+            diff.name: sum(len(call.param_grads or ()) for call in diff.calls or [diff])
+            for diff in results[0].diffs
+        },
     }
 
 

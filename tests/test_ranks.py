@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from loguru import logger
 
 from modulecheck import CompareResult, ModuleDiff, PrecisionChecker, TensorDiff, merge_reports
 from modulecheck.cli import main
@@ -338,3 +339,33 @@ def test_ranks_out_of_step_do_not_wait_again(channels):
     channels[0].timeout_s = channels[1].timeout_s = 60.0
     assert channels[1].votes("b", [0, 1], True) is None
     assert channels[0].votes("c", [0, 1], True) is None
+
+
+class UnreachableStore:
+    """As of a rank 0 that has died."""
+
+    def __getattr__(self, name):
+        def call(*args):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        return call
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_is_gone_ends_in_a_warning_and_not_in_an_exception(
+    rank, tmp_path, monkeypatch
+):
+    channel = SideChannel(UnreachableStore(), rank, 2, name="t", timeout_s=1.0)
+    monkeypatch.setattr(SideChannel, "of_default_group", lambda *args, **options: channel)
+    said = []
+    sink = logger.add(said.append, format="{message}")
+    path = tmp_path / "all.csv"
+    try:
+        PrecisionChecker().report(CompareResult(0.5, 0.5), csv_path=path, gather=True)
+    finally:
+        logger.remove(sink)
+    assert "Connection reset by peer" in said[0]
+    if rank == 0:
+        assert "1,core,-,note,0,WARN" in path.read_text()
+    else:
+        assert not path.exists()
