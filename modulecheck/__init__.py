@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulecheck.checker import PrecisionChecker
+    from modulecheck.culprit import Culprit
     from modulecheck.ranks import MergedReport, RankReport, merge_reports
     from modulecheck.results import CompareResult, ModuleDiff, TensorDiff
     from modulecheck.tensor_asserts import assert_tensor_allclose, assert_tensor_equal
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CompareResult": "results",
+    "Culprit": "culprit",
     "DumpMode": "tensor_dump",
     "MergedReport": "ranks",
     "ModuleDiff": "results",
@@ -64,6 +66,7 @@ _HOME = {
 
 __all__ = [
     "CompareResult",
+    "Culprit",
     "DumpMode",
     "MergedReport",
     "ModuleDiff",

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from modulecheck import _torch
 from modulecheck import report as _report
+from modulecheck.budget import Budget
+from modulecheck.call_repro import write_call_repro
 from modulecheck.compared import Rule
+from modulecheck.culprit import Culprit
+from modulecheck.drilldown import drill
 from modulecheck.gathering import gathered, report_ranks
+from modulecheck.locating import locate
 from modulecheck.remarks import Settings
 from modulecheck.results import CompareResult
 from modulecheck.selection import Selection
@@ -278,6 +284,49 @@ class PrecisionChecker:
             show_input=self.capture_input,
             recordings=run.recordings(),
         )
+
+    # ---- drill-down ----
+
+    def drilldown(
+        self,
+        result: CompareResult,
+        *,
+        budget_s: float = 300.0,
+        max_compiles: int = 60,
+        progress: Callable[[str], object] | Literal[False] | None = None,
+        repro_dir: str | Path | None = "repro",
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        backend: Any = None,
+        classes: Iterable[type] = (),
+    ) -> list[Culprit]:
+        """Follow each suspect of a result from its recorded call to stage, kernel, op and line.
+
+        What could not be followed is in the list too, with the reason. The result keeps the list,
+        and `report` and `save` show it from then on. Ctrl-C stops and gives what was found. Model,
+        caches, compile configuration and generators are as before.
+
+        Args:
+            result: of `collect`, `compare` or `CompareResult.load`.
+            budget_s: seconds for all suspects; what has begun is not cut short.
+            max_compiles: for all suspects.
+            progress: None: one line in the terminal while it runs, nothing in a log. False:
+                nothing. A function: is told every step.
+            repro_dir: a script for each culprit is written there that shows it again; None: none.
+            model: the model, or a function that builds it, where the result comes from a file, or
+                FSDP2 has sharded it. Its weights are not used.
+            backend: in place of the recorded one.
+            classes: of which objects among the arguments may be made from a file.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: something that a result from a file needs is missing
+                or is another one.
+        """
+        return drill(
+            result, locate, budget=Budget(seconds=budget_s, compiles=max_compiles),
+            progress=progress,
+            reproduce=None if repro_dir is None else partial(write_call_repro, Path(repro_dir)),
+            model=model, backend=backend, classes=classes,
+        )  # fmt: skip
 
     # ---- report ----
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from opcheck.commandline import run_command
 from opcheck.errors import OpcheckError
+from opcheck.printing import visible
 from opcheck.records import EXIT_STATUS
 
 __all__ = ["main"]
@@ -22,12 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="modulecheck",
-        description="Compare two implementations of a model.",
+        description="Compare two implementations of a model, and find where they part.",
         epilog=_STATUS_HELP,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_tensors(commands)
     _add_merge(commands)
+    _add_drilldown(commands)
     return parser
 
 
@@ -119,3 +121,73 @@ def _merge(chosen: argparse.Namespace) -> int:
     print("\n".join(merged.lines()))
     print(f"CSV report saved to: {chosen.out}")
     return EXIT_STATUS[merged.verdict]
+
+
+# ---- drilldown ----------------------------------------------------------------------------------
+
+
+def _add_drilldown(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "drilldown",
+        help="from the failing modules of a saved result to stage, kernel, op and line",
+        description="Run the failing calls that PrecisionChecker.save() wrote again, stage by stage"
+        " and kernel by kernel, and say where the error is born.",
+        epilog="Exit status: 0 nothing is wrong, 1 a culprit was found, 2 usage or unreadable file,"
+        " 3 something is wrong and was not reproduced or not reached.",
+    )
+    parser.add_argument("result", metavar="RESULT", help="what PrecisionChecker.save() wrote")
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:NAME",
+        help="the model or a function that builds it, package.module:name or file.py:name; its"
+        " weights are not used",
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="in place of the recorded one; MODULE:NAME where it is a function",
+    )
+    parser.add_argument(
+        "--allow-class",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="objects of this class among the arguments may be made from the file; repeatable",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=300.0, metavar="SECONDS", help="default: 300"
+    )
+    parser.add_argument("--max-compiles", type=int, default=60, metavar="N", help="default: 60")
+    parser.add_argument(
+        "--repro-dir",
+        default="repro",
+        metavar="FOLDER",
+        help="where to write a script for each culprit; default: repro, - for none",
+    )
+    parser.set_defaults(command=_drilldown)
+
+
+def _drilldown(chosen: argparse.Namespace) -> int:
+    from modulecheck.binding import named_object
+    from modulecheck.checker import PrecisionChecker
+    from modulecheck.drilldown import status_of
+    from modulecheck.report import drilldown_lines, outcome
+    from modulecheck.results import CompareResult
+
+    result = CompareResult.load(chosen.result)
+    backend = chosen.backend
+    if backend is not None and ":" in backend:
+        backend = named_object(backend, "--backend")
+    PrecisionChecker().drilldown(
+        result,
+        budget_s=chosen.budget,
+        max_compiles=chosen.max_compiles,
+        repro_dir=None if chosen.repro_dir == "-" else chosen.repro_dir,
+        model=None if chosen.model is None else named_object(chosen.model, "--model"),
+        backend=backend,
+        classes=[named_object(name, "--allow-class") for name in chosen.allow_class],
+    )
+    for note in [note for note in result.notes if "recorded" in note]:
+        print(f"Note: {visible(note)}")
+    print("\n".join(drilldown_lines(result)) or f"  nothing to drill into: {outcome(result)}")
+    return status_of(result)

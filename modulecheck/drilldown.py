@@ -6,8 +6,10 @@ was suspect, never that nobody looked.
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -21,7 +23,7 @@ from modulecheck.recording import RecordedCall
 from modulecheck.results import CompareResult
 from modulecheck.snapshot import RandomState
 
-__all__ = ["CRASHED", "NOT_REACHED", "NOT_RECORDED", "Locate", "drill", "status_of"]
+__all__ = ["CRASHED", "NOT_REACHED", "NOT_RECORDED", "Locate", "NoReproducer", "drill", "status_of"]
 
 NOT_RECORDED = "not recorded"
 NOT_REACHED = "not reached"
@@ -29,7 +31,13 @@ CRASHED = "drill-down crashed"
 
 Locate = Callable[..., Sequence[Culprit]]
 """`locate(call, budget=..., on_progress=...)`."""
+Reproduce = Callable[[RecordedCall, Sequence[Culprit], Budget], Path]
+"""Writes a script; raises `NoReproducer`."""
 Suspect = tuple[str, str]
+
+
+class NoReproducer(Exception):  # noqa: N818 - it is an answer
+    """There is none for this call; the message says why."""
 
 
 def drill(
@@ -38,6 +46,7 @@ def drill(
     *,
     budget: Budget,
     progress: Callable[[str], object] | Literal[False] | None = None,
+    reproduce: Reproduce | None = None,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     backend: Any = None,
     classes: Iterable[type] = (),
@@ -49,6 +58,7 @@ def drill(
         locate: finds the culprits of one call.
         budget: for all suspects together.
         progress: see `telling`.
+        reproduce: writes a script that shows the culprits of one call; None: nobody does.
         model: of a result from a file, or a function that builds it.
         backend: in place of the recorded one.
         classes: of which objects may be made from a file.
@@ -66,7 +76,7 @@ def drill(
     state = RandomState.now()
     try:
         with _torch.no_modes(), telling(progress) as tell:
-            found = _Run(ready, locate, budget, tell).all()
+            found = _Run(ready, locate, reproduce, budget, tell).all()
     finally:
         state.restore()
     result.culprits = list(_in_order(suspects, calls, found))
@@ -80,30 +90,32 @@ class _Run:
         self,
         ready: dict[RecordedCall, RecordedCall],
         locate: Locate,
+        reproduce: Reproduce | None,
         budget: Budget,
         tell: Tell,
     ) -> None:
-        self._ready, self._locate, self._budget, self._tell = ready, locate, budget, tell
+        self._ready, self._locate, self._reproduce = ready, locate, reproduce
+        self._budget, self._tell = budget, tell
         self._stopped = ""
 
     def all(self) -> dict[RecordedCall, Sequence[Culprit]]:
         """Culprits by call."""
         found: dict[RecordedCall, Sequence[Culprit]] = {}
-        for call in _new_kinds_first(list(self._ready)):
+        first, equals = _kinds(list(self._ready))
+        for call in [*first, *equals]:
+            self._budget.refused.clear()  # what was refused is of one call
             if not self._stopped and not self._budget.allows(_named(call)):
                 self._stopped = "its time is used up"
             found[call] = self._one(call, len(found))
+            if call in first and any(item.reproduced for item in found[call]):
+                found[call] = self._with_repro(call, found[call], len(found))
         return found
 
     def _one(self, call: RecordedCall, done: int) -> Sequence[Culprit]:
         if self._stopped:
-            return _unfollowed(
-                call, NOT_REACHED, f"the drill-down did not get to it: {self._stopped}"
-            )
-
-        def on_progress(what: str) -> None:
-            self._tell(done, len(self._ready), f"{_named(call)}: {what}")
-
+            reason = f"the drill-down did not get to it: {self._stopped}"
+            return _unfollowed(call, NOT_REACHED, reason)
+        on_progress = self._teller(call, done)
         try:
             on_progress("running it again")
             return self._locate(self._ready[call], budget=self._budget, on_progress=on_progress)
@@ -113,6 +125,36 @@ class _Run:
         except Exception as error:  # noqa: BLE001 - our failure is a finding, and others follow
             reason = f"the drill-down itself failed: {type(error).__name__}: {error}"
             return _unfollowed(call, CRASHED, reason, not_reached=traceback.format_exc())
+
+    def _teller(self, call: RecordedCall, done: int) -> Callable[[str], None]:
+        return lambda what: self._tell(done, len(self._ready), f"{_named(call)}: {what}")
+
+    def _with_repro(
+        self, call: RecordedCall, culprits: Sequence[Culprit], done: int
+    ) -> Sequence[Culprit]:
+        """The culprits with the path of a script, or with the reason why there is none."""
+        if self._reproduce is None or self._stopped:
+            return culprits
+        shown = [item for item in culprits if item.reproduced]
+        self._teller(call, done - 1)("writing a reproducer")
+        path, reason = "", ""
+        try:
+            path = str(self._reproduce(self._ready[call], shown, self._budget))
+        except NoReproducer as error:
+            reason = f"no reproducer: {error}"
+        except KeyboardInterrupt:
+            self._stopped = "it was interrupted"
+            reason = "no reproducer: it was interrupted"
+        except Exception as error:  # noqa: BLE001 - our failure must not cost the culprits
+            reason = f"no reproducer: writing it failed: {type(error).__name__}: {error}"
+        return [
+            dataclasses.replace(
+                item, repro=path, not_reached="; ".join(filter(None, [item.not_reached, reason]))
+            )
+            if item.reproduced
+            else item
+            for item in culprits
+        ]
 
 
 def _named(call: RecordedCall) -> str:
@@ -137,17 +179,17 @@ def _nothing(
     )  # fmt: skip
 
 
-def _new_kinds_first(calls: list[RecordedCall]) -> list[RecordedCall]:
-    """Equal blocks compile to equal code: one of each kind, in order, before the others."""
+def _kinds(calls: list[RecordedCall]) -> tuple[list[RecordedCall], list[RecordedCall]]:
+    """One call of each kind, in order, and the others: equal blocks compile to equal code."""
     seen: set[Any] = set()
     first: list[RecordedCall] = []
-    others: list[RecordedCall] = []
+    equals: list[RecordedCall] = []
     for call in calls:
         shapes = tuple((name, tuple(item.shape)) for name, item in call.parameters.items())
-        kind = (call.kind, call.failed, shapes)
-        (others if kind in seen else first).append(call)
+        kind = (call.kind, call.phases, shapes)
+        (equals if kind in seen else first).append(call)
         seen.add(kind)
-    return first + others
+    return first, equals
 
 
 def _in_order(

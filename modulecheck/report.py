@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from modulecheck.csv_files import CSV_FIELDS, write_table
@@ -17,6 +18,7 @@ __all__ = [
     "CSV_FIELDS",
     "csv_rows",
     "drilldown_lines",
+    "outcome",
     "print_report",
     "reason_of",
     "report_lines",
@@ -56,7 +58,7 @@ def report_lines(result: CompareResult, *, collapse: bool = False) -> Iterator[s
     yield from _section("FORWARD OUTPUT", result, _FORWARD, collapse=collapse, marks=True)
     yield from _section("BACKWARD", result, _BACKWARD, collapse=collapse)
     yield _WIDE
-    yield f"  RESULT: {_outcome(result)}"
+    yield f"  RESULT: {outcome(result)}"
     yield _WIDE
     yield from _tail(result)
     yield from drilldown_lines(result)
@@ -80,7 +82,8 @@ def _head(result: CompareResult) -> Iterator[str]:
         yield f"Note: {visible(note)}"
 
 
-def _outcome(result: CompareResult) -> str:
+def outcome(result: CompareResult) -> str:
+    """What stands behind `RESULT:`."""
     verdict, reason = result.judgement
     judged = f"atol={_short(result.atol)} rtol={_short(result.rtol)}"
     if result.criterion != "allclose":
@@ -229,16 +232,22 @@ def _facts(culprit: Culprit) -> Iterator[tuple[str, str]]:
         ("stage", culprit.stage),
         ("kernel", culprit.kernel),
         ("op", f"{culprit.op}  (node {culprit.node})" if culprit.node else culprit.op),
-        ("also in", ", ".join(culprit.other_ops)),
+        ("fused", _counted(culprit.other_ops)),
+        ("also in", ", ".join(culprit.also_in)),
         ("tensor", culprit.tensor),
         ("line", culprit.source),
         ("error", _error(culprit)),
         ("why", culprit.explanation),
         *(("advice", text) for text in culprit.advice),
-        ("missing", culprit.not_reached.strip().split("\n")[-1]),
+        ("missed", culprit.not_reached.strip().split("\n")[-1]),
         ("repro", culprit.repro),
     ]
     return ((label, text) for label, text in facts if text)
+
+
+def _counted(names: Sequence[str]) -> str:
+    counts = Counter(names)
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
 
 
 def _error(culprit: Culprit) -> str:

@@ -34,6 +34,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from modulecheck import CompareResult, PrecisionChecker
+from opcheck import ArgumentError
 from tests.compiled import (
     CXX,
     KINDS,
@@ -298,6 +299,8 @@ def faulty_steps(rank: int, folder: Path) -> dict[str, Any]:
             if name == "fsdp2" and phase == "forward":
                 report_all(checker, results[0], rank, folder)
             found[f"{name} {phase}"] = described(results)
+            if name == "fsdp2" and rank == 1:
+                found[f"{name} {phase}"]["culprits"] = drilled(checker, results[0])
     return found
 
 
@@ -322,6 +325,22 @@ def dying_rank(rank: int, folder: Path) -> dict[str, Any]:
     begin = time.monotonic()
     report_all(checker, result, rank, folder)
     return {**described([result]), "waited_s": time.monotonic() - begin}
+
+
+def drilled(checker: PrecisionChecker, result: CompareResult) -> list[list[str]]:
+    """One rank alone, without a collective: with the model as it is before it is sharded."""
+
+    def plain() -> nn.Module:
+        model = stack(num_blocks=2).model
+        mark_block(model, MARK)
+        return model
+
+    try:
+        found = checker.drilldown(result, repro_dir=None)
+    except ArgumentError as error:
+        assert "sharded by FSDP2" in str(error)  # noqa: PT017 - `raises` would hide the others
+        found = checker.drilldown(result, repro_dir=None, model=plain)
+    return [[item.module, item.phase, item.stage, item.explanation] for item in found]
 
 
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",

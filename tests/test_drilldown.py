@@ -398,7 +398,8 @@ def test_section_of_the_report() -> None:
         op="aten.erf.default", node="erf", source="model.py:41 in forward: return gelu(x)",
         metrics=Metrics(max_abs=1e-3, max_rel=2e-3, num_out=3, num_elements=8),
         explanation="erf is wrong.", advice=("torch.compiler.disable(parts.0)",),
-        repro="repro/x.py", other_ops=("aten.mul.Tensor",), tensor="output 0",
+        repro="repro/x.py", other_ops=("aten.mul.Tensor", "aten.mul.Tensor", "aten.add.Tensor"),
+        also_in=("parts.1 (cpp_fused_gelu_1)",), tensor="output 0",
     )  # fmt: skip
     run(result, Finder(lambda call, budget: [full]))
     text = "\n".join(drilldown_lines(result))
@@ -408,7 +409,8 @@ def test_section_of_the_report() -> None:
         "        stage    inductor\n"
         "        kernel   cpp_fused_gelu_0\n"
         "        op       aten.erf.default  (node erf)\n"
-        "        also in  aten.mul.Tensor\n"
+        "        fused    aten.mul.Tensor x2, aten.add.Tensor\n"
+        "        also in  parts.1 (cpp_fused_gelu_1)\n"
         "        tensor   output 0\n"
         "        line     model.py:41 in forward: return gelu(x)\n"
         "        error    max_abs=1.000e-03  max_rel=2.000e-03, 3 of 8 elements\n"

@@ -122,7 +122,7 @@ LAYERS = {
         {"tensors"},
         {"tensor_asserts", "tensor_hooks"},
         {"drilldown", "single_pass", "stages", "two_pass"},
-        {"report"},
+        {"call_repro", "report"},
         {"gathering"},
         {"checker"},
         {"__init__"},

@@ -92,6 +92,14 @@ def test_a_call_that_ranks_share_is_not_recorded_and_says_why(faulty):
     assert any("ranks share its tensors" in remark for remark in found["remarks"])
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_one_rank_alone_follows_its_fault_with_the_plain_model(phase, faulty):
+    ((module, found_phase, stage, _), *_) = faulty[1][f"fsdp2 {phase}"]["culprits"]
+    assert module.startswith("blocks.1")
+    assert found_phase == phase
+    assert stage == "backend"
+
+
 def test_one_rank_may_check_alone_since_checking_adds_no_collective(uneven):
     assert uneven[0]["one_rank"]["verdicts"] == ["PASS", "PASS"], uneven[0]["one_rank"]
     assert uneven[1]["one_rank"] is None

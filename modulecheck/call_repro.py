@@ -1,0 +1,208 @@
+"""A script for the culprits of a failing call: the graph of the call in which the fault shows.
+
+The graph is what Dynamo captured, with what it got and the gradients that came in. Each file is run
+here, and only one that shows the fault stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from modulecheck import _inductor, _torch
+from modulecheck.budget import Budget
+from modulecheck.culprit import Culprit
+from modulecheck.drilldown import NoReproducer
+from modulecheck.graph_repro import write_graph_repro
+from modulecheck.recording import RecordedCall
+from modulecheck.rerun import Rerun
+from opcheck.errors import ReproError
+from opcheck.runstate import RunState
+
+__all__ = ["write_call_repro"]
+
+
+@dataclass
+class _Captured:
+    """One graph, and its first run."""
+
+    graph: fx.GraphModule
+    inputs: list[Any] = field(default_factory=list)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    """By place of the output."""
+    random_state: Tensor | None = None
+    """Before the run, where it draws random numbers."""
+    has_run: bool = False
+
+
+class _Tap:
+    """A backend that runs graphs op by op and keeps them."""
+
+    def __init__(self) -> None:
+        self.captured: list[_Captured] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
+        entry = _Captured(copy.deepcopy(graph))
+        self.captured.append(entry)
+
+        def run(*args: Any) -> Any:
+            if entry.has_run:
+                return graph(*args)
+            entry.has_run = True
+            entry.inputs = [_own(item) for item in args]
+            before = torch.get_rng_state()
+            out = graph(*args)
+            if not torch.equal(before, torch.get_rng_state()):
+                entry.random_state = before
+            for place, item in enumerate(out if isinstance(out, (list, tuple)) else [out]):
+                if isinstance(item, Tensor) and item.grad_fn is not None:
+                    item.register_hook(_keeper(entry.grads, place))
+            return out
+
+        return run
+
+
+def _own(item: Any) -> Any:
+    if not isinstance(item, Tensor):
+        return item
+    return _inductor.strided_copy(item.detach()).requires_grad_(item.requires_grad)
+
+
+def _keeper(kept: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
+    def keep(grad: Tensor) -> None:
+        kept.setdefault(place, grad.detach().clone())
+
+    return keep
+
+
+def write_call_repro(
+    folder: Path, call: RecordedCall, culprits: Sequence[Culprit], budget: Budget
+) -> Path:
+    """Write the first graph of the call that shows the fault by itself.
+
+    Args:
+        folder: is made.
+        call: with its module.
+        culprits: for the head of the file.
+        budget: of compiles.
+
+    Raises:
+        NoReproducer: there is none, and why.
+    """
+    reasons = []
+    with _inductor.isolated():
+        for entry in _captured(call, budget):
+            path, reason = _tried(folder, entry, call, culprits, budget)
+            if path is not None:
+                return path
+            reasons.append(reason)
+    raise NoReproducer("; ".join(dict.fromkeys(reasons)) or "Dynamo captured no graph")
+
+
+def _captured(call: RecordedCall, budget: Budget) -> list[_Captured]:
+    if not budget.allows_compile("the graph for a reproducer"):
+        raise NoReproducer("the budget was used up")
+    tap = _Tap()
+    outcome = Rerun(call).compiled(tap)
+    if outcome.problem:
+        raise NoReproducer(f"the call raised when its graph was taken: {outcome.problem}")
+    return [entry for entry in tap.captured if entry.has_run]
+
+
+def _tried(
+    folder: Path,
+    entry: _Captured,
+    call: RecordedCall,
+    culprits: Sequence[Culprit],
+    budget: Budget,
+) -> tuple[Path | None, str]:
+    in_eager = all(item.stage == "eager" for item in culprits)
+    backend = "eager" if in_eager else call.backend
+    for dynamic in (None,) if in_eager else (None, True):
+        if not budget.allows_compile("a reproducer, compiled to see whether it shows the fault"):
+            return None, "the budget was used up"
+        try:
+            path = _write(folder, entry, call, culprits, backend, dynamic=dynamic)
+        except ReproError as error:
+            return None, str(error)
+        if _shows(path, backend, dynamic=dynamic):
+            return path, ""
+        for written in (path, path.with_suffix(".pt")):
+            written.unlink(missing_ok=True)
+    return None, "its graph, compiled alone, gives right results"
+
+
+def _write(
+    folder: Path,
+    entry: _Captured,
+    call: RecordedCall,
+    culprits: Sequence[Culprit],
+    backend: Any,
+    *,
+    dynamic: bool | None,
+) -> Path:
+    first = culprits[0]
+    facts = {
+        "module": f"{call.fqn or '<root>'} ({call.kind})",
+        "phase": ", ".join(dict.fromkeys(item.phase for item in culprits)),
+        "kernel": first.kernel,
+        "op": first.op,
+        "source": first.source,
+        "why": first.explanation,
+    }
+    return write_graph_repro(
+        folder,
+        entry.graph,
+        entry.inputs,
+        name="_".join(filter(None, [call.fqn or "root", first.phase, first.stage, first.op])),
+        backend=backend,
+        stage=first.stage,
+        grads=entry.grads,
+        facts=facts,
+        dynamic=dynamic,
+        state=_state_of(call),
+        random_state=entry.random_state,
+    )
+
+
+def _state_of(call: RecordedCall) -> RunState:
+    snapshot = call.snapshot
+    autocast = [
+        (item.device, str(item.dtype).removeprefix("torch."))
+        for item in snapshot.autocast
+        if item.enabled
+    ]
+    return dataclasses.replace(
+        RunState.now(),
+        grad_enabled=snapshot.grad_enabled,
+        inference=snapshot.inference,
+        autocast=tuple(autocast),
+    )
+
+
+def _shows(path: Path, backend: Any, *, dynamic: bool | None) -> bool:
+    """The file, run here without the settings of its `main`, finds the fault."""
+    spec = importlib.util.spec_from_file_location("call_repro_written", path)
+    if spec is None or spec.loader is None:
+        return False
+    file: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    expected, beside = file.in_float64(), file.in_eager()
+    graph = file.Graph(file.DEVICE, wide=False)
+    if backend == "eager":
+        beside, model = [None] * len(expected), graph
+    else:
+        model = _inductor.compiled_alone(graph, backend, dynamic=dynamic)
+    with _torch.random_as_eager(backend), contextlib.redirect_stdout(io.StringIO()):
+        actual = file.compute(model, wide=False)
+        return bool(file.verdict(file.limits(), actual, expected, beside))
