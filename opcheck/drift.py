@@ -22,7 +22,7 @@ import numpy as np
 from opcheck import tolerances as tol
 from opcheck.arrays import Array, flat_of, round_to, spacing_of
 
-__all__ = ["Drift", "Shift", "shift_of"]
+__all__ = ["NO_SINGLE_CALL", "Drift", "Shift", "shift_of"]
 
 MIN_CALLS = 100
 """Of one op and dtype, wherever it was called."""
@@ -108,6 +108,10 @@ class Found:
     reason: str
 
 
+NO_SINGLE_CALL = "no single call shows it"
+"""Ends the reason of such a failure."""
+
+
 class Drift:
     """Adds up the shifts of a session."""
 
@@ -137,7 +141,7 @@ class Drift:
         return Found(
             known.mean,
             f"over {known.calls} calls of {whose} results are shifted by {known.mean:.3g} spacings"
-            f" on average, allowed {LIMIT:g}; no single call shows it",
+            f" on average, allowed {LIMIT:g}; {NO_SINGLE_CALL}",
         )
 
     def means(self) -> dict[Hashable, tuple[float, float, int]]:

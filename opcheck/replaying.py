@@ -116,8 +116,10 @@ def replay_folder(folder: Path, *, load: Sequence[str]) -> int:
         ReproError: a library cannot be loaded.
     """
     _load(load)
+    from opcheck.drift import Drift
     from opcheck.recorded_calls import read_call, recorded_files
 
+    drift = Drift()
     counts: Counter[str] = Counter()
     machines: set[str] = set()
     for path in recorded_files(folder):
@@ -128,7 +130,7 @@ def replay_folder(folder: Path, *, load: Sequence[str]) -> int:
             sys.stdout.write(f"unreadable    {style_for(sys.stdout).text(error)}\n")
             continue
         machines.add(call.machine)
-        counts[_judge(call)] += 1
+        counts[_judge(call, drift)] += 1
     total = sum(counts.values())
     parts = ", ".join(f"{count} {word}" for word, count in counts.items())
     sys.stdout.write(f"{total} recorded calls of {folder}: {parts or 'nothing to judge'}\n")
@@ -164,7 +166,7 @@ def _load_one(name: str) -> None:
         raise ReproError(f"--load {name}: {type(error).__name__}: {error}") from error
 
 
-def _judge(call: Any) -> str:
+def _judge(call: Any, drift: Any) -> str:
     """Print a line and say which verdict it has."""
     from opcheck.rerun import NotJudged, judge_results
 
@@ -177,6 +179,9 @@ def _judge(call: Any) -> str:
         word, why = "not judged", f"{type(error).__name__}: {error}"
     else:
         word, why = ("PASS", "") if found.passed else ("FAIL", found.reason)
+        if found.passed and found.shift is not None:
+            tipped = drift.add(record.op, record.module, record.phase, found.shift)
+            word, why = (word, why) if tipped is None else ("FAIL", tipped.reason)
         why = f"q {number(found.metrics.q)}" + (f"; {why}" if why else "")
     if word == "PASS" and record.verdict is Verdict.FAIL:
         why += f"; it was recorded as FAIL: {record.reason}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from opcheck.calls import Call
 from opcheck.compare import Judgement
+from opcheck.drift import NO_SINGLE_CALL
 from opcheck.nonfinite import is_finite
 from opcheck.packing import Packed, nbytes_of
 from opcheck.records import OpRecord, Verdict
@@ -132,6 +133,9 @@ class ReproKeeper:
                 self._problems.append(f"{item.kept.record.op}: no reproducer: {error}")
 
     def _write(self, kept: KeptCall, seconds: float) -> None:
+        if NO_SINGLE_CALL in kept.record.reason:
+            self._problems.append(f"{kept.record.op}: no reproducer: {kept.record.reason}")
+            return
         try:
             first = run_again(kept, kept.arguments)
         except NotJudged as reason:

@@ -72,7 +72,7 @@ def _limit(
     limit: Limit = {}
     if call.traits.base not in COMPARED_OUTPUTS:
         limit["shape"] = tuple(wanted.value.shape)
-        limit["dtype"] = str(wanted.value.dtype if has_baseline else value.dtype)
+        limit["dtype"] = str(wanted.value.dtype if has_baseline else _declared(call, number, value))
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return {**limit, "rule": "exact"}
     if value.shape != wanted.value.shape or value.is_complex() != wanted.value.is_complex():
@@ -83,6 +83,12 @@ def _limit(
     if rule.exact:
         return {**limit, "rule": "exact"}
     return {**limit, **_interval(call, number, value, expected, rule)}
+
+
+def _declared(call: Call, number: int, value: Tensor) -> Any:
+    """Without a baseline: the dtype that the op declares, else that of the result."""
+    known = call.declared[number] if call.declared and number < len(call.declared) else None
+    return value.dtype if known is None else known
 
 
 def _plain_number(value: Any) -> Limit:

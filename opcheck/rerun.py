@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from opcheck import _torch
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, judge
+from opcheck.declared import DeclaredDtypes
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.packing import Packed, View, map_tree, pack, tree_items, unpack
 from opcheck.policy import describe
@@ -41,6 +42,7 @@ class KeptCall:
     out_dtype: torch.dtype | None
     seed: int
     """Of the sampling of the check."""
+    declared: DeclaredDtypes = field(default_factory=DeclaredDtypes, repr=False)
 
     @property
     def traits(self) -> OpTraits:
@@ -178,6 +180,8 @@ def _reference(kept: KeptCall, call: Call) -> Reference:
     found = choose(call, on_device=kept.on_device or kept.in_kernel, seed=kept.seed)
     if isinstance(found, SkipReason):
         raise NotJudged(found.value)
+    if not found.has_baseline:
+        call.declared = kept.declared.of(call)
     return found
 
 
