@@ -181,7 +181,8 @@ class ReproKeeper:
     def _save(
         self, kept: KeptCall, stem: str, arguments: Packed, again: Again, shrunk: str
     ) -> Path:
-        script = script_of(kept, arguments, again, shrunk=shrunk)
+        is_origin = _kind(again, kept) == "origin"
+        script = script_of(kept, arguments, again, shrunk=shrunk, is_origin=is_origin)
         return write_repro(
             self._folder, stem, script.text, script.tensors,
             max_bytes=self._settings.max_repro_bytes,

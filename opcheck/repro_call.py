@@ -233,7 +233,9 @@ def registrations(traits: OpTraits, device: str) -> list[Registered]:
     return found
 
 
-def script_of(kept: KeptCall, arguments: Packed, again: Again, *, shrunk: str) -> Script:
+def script_of(
+    kept: KeptCall, arguments: Packed, again: Again, *, shrunk: str, is_origin: bool = False
+) -> Script:
     """The reproducer of a call.
 
     Args:
@@ -241,6 +243,7 @@ def script_of(kept: KeptCall, arguments: Packed, again: Again, *, shrunk: str) -
         arguments: those to write, `kept.arguments` or smaller ones.
         again: what came of running it on them.
         shrunk: how they came from the step's; "" if they are the same.
+        is_origin: the op agrees with its reference, and its NaN or Inf is the fault.
 
     Raises:
         TypeError: an argument cannot be written as Python.
@@ -249,7 +252,7 @@ def script_of(kept: KeptCall, arguments: Packed, again: Again, *, shrunk: str) -
     with _torch.outside_everything():
         views = again.names_of(arguments)
         writer = _Writer(kept, arguments, again, Tensors(arguments, {}), views, [])
-        writer.limits = _limits(writer)
+        writer.limits = _limits(writer, is_origin=is_origin)
         writer.tensors = Tensors(arguments, _names(kept, arguments), writer.limits)
         writer.takes_device = any(
             isinstance(item, torch.device) for item in tree_items(arguments.tree)
@@ -258,19 +261,14 @@ def script_of(kept: KeptCall, arguments: Packed, again: Again, *, shrunk: str) -
         return Script(text, writer.tensors.saved)
 
 
-def _limits(writer: _Writer) -> list[Limit]:
-    record = writer.kept.record
-    again = writer.again
-    if again.found.passed:  # right by its reference, and yet the origin of NaN or Inf
-        results = limits_of(
-            again.call, again.out, again.reference, criterion=record.criterion,
-            rtol=record.rtol, atol=record.atol,
-        )  # fmt: skip
-        return [{"name": limit["name"], "rule": "finite"} for limit in results]
+def _limits(writer: _Writer, *, is_origin: bool) -> list[Limit]:
+    record, again = writer.kept.record, writer.again
     found = limits_of(
         again.call, again.out, again.reference, criterion=record.criterion,
         rtol=record.rtol, atol=record.atol,
     )  # fmt: skip
+    if is_origin:
+        return [{"name": limit["name"], "rule": "finite"} for limit in found]
     return found + writer.extra_limits()
 
 

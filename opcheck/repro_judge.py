@@ -31,14 +31,19 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def numbers(value: Any) -> list[Any]:
-    """The elements of a tensor (or one number) in C order; a complex one gives two."""
+def numbers(value: Any, signed: bool = True) -> list[Any]:
+    """The elements of a tensor (or one number) in C order; a complex one gives two.
+
+    Not `signed`: their magnitudes, one for each.
+    """
     found: list[Any] = []
     todo = [value.detach().tolist() if hasattr(value, "tolist") else value]
     while todo:
         item = todo.pop()
         if isinstance(item, list):
             todo.extend(reversed(item))
+        elif not signed:
+            found.append(abs(item))
         elif isinstance(item, complex):
             found += [item.real, item.imag]
         else:
@@ -77,9 +82,10 @@ def judge(limit: dict[str, Any], actual: Any, expected: Any, beside: Any = None)
     if problem:
         print(f"{limit['name']}: {problem}: FAULT")
         return True
-    got = numbers(actual)
-    want = numbers(target(limit, actual, expected, beside))
-    near = want if beside is None else numbers(beside)
+    signed = not limit.get("magnitude")  # vectors whose sign or phase nothing determines
+    got = numbers(actual, signed)
+    want = numbers(target(limit, actual, expected, beside), signed)
+    near = want if beside is None else numbers(beside, signed)
     rooms = room_of(limit, want)
     shares = [share_of(limit, *row) for row in zip(got, want, near, rooms, strict=True)]
     show(limit["name"], actual, got, want)
@@ -132,7 +138,7 @@ def share_of(limit: dict[str, Any], got: Any, want: Any, near: Any, room: float)
         return 0.0 if got == want or (got != got and want != want) else math.inf
     kinds = {kind_of(want, limit.get("overflow", math.inf)), kind_of(near)}
     if kind_of(got) not in kinds:
-        return math.inf
+        return 0.0 if limit.get("may_overflow") and kind_of(got) != "finite" else math.inf
     if kind_of(got) != "finite" or kinds != {"finite"}:
         return 0.0
     distance = max(min(want, near) - got, got - max(want, near), 0.0)
@@ -180,6 +186,7 @@ def print_worst(
         return
     worst = max(range(len(got)), key=shares.__getitem__)
     is_complex = hasattr(actual, "is_complex") and actual.is_complex()
+    is_complex = is_complex and not limit.get("magnitude")
     index: list[int] = []
     rest = worst // 2 if is_complex else worst
     for size in reversed(tuple(getattr(actual, "shape", ()))):

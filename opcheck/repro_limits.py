@@ -15,6 +15,7 @@ from opcheck.compare import Expected, Leaf, allowance_of, results_of, rule_for
 from opcheck.golden_rules import COMPARED_OUTPUTS
 from opcheck.interval import interval_limits
 from opcheck.measures import finite_part
+from opcheck.reconstruct import RECONSTRUCTED
 from opcheck.references import Reference, host_array
 from opcheck.rules import Rule
 
@@ -82,7 +83,17 @@ def _limit(
         return {**limit, "rule": "allclose", "rtol": rtol, "atol": atol}
     if rule.exact:
         return {**limit, "rule": "exact"}
-    return {**limit, **_interval(call, number, value, expected, rule)}
+    limit |= _interval(call, number, value, expected, rule)
+    how = RECONSTRUCTED.get(call.traits.base)
+    if how is None or number not in how.outputs:
+        return limit
+    # judged by what it reconstructs, which no short file can do: its magnitudes are compared
+    top = float(np.max(limit["allowed"], initial=0.0))
+    limit = {key: value for key, value in limit.items() if key not in _OF_EACH_ELEMENT}
+    return {**limit, "allowed": top, "magnitude": True}
+
+
+_OF_EACH_ELEMENT = ("allowed", "unit", "max_shift", "clamp", "from_rounded", "max_rms")
 
 
 def _declared(call: Call, number: int, value: Tensor) -> Any:
@@ -103,26 +114,28 @@ def _interval(call: Call, number: int, value: Tensor, expected: Expected, rule: 
     golden = expected.golden_array(number)
     if golden is None:  # no float64 kernel: the same dtype judges alone
         golden = beside
-    if beside is None:
-        allowance = allowance_of(call, number, rule)
-        if allowance is not None:
-            inputs = expected.reference.inputs()
-            rule = rule.with_allowance(allowance, inputs=inputs, golden=golden)
+    allowance = allowance_of(call, number, rule) if beside is None else None
+    if allowance is not None:
+        inputs = expected.reference.inputs()
+        rule = rule.with_allowance(allowance, inputs=inputs, golden=golden)
     overflow = tol.ROUNDS_TO_INF[rule.dtype]
+    limit: Limit = {"rule": "within", "overflow": overflow}
+    if allowance is not None and allowance.nonfinite_elsewhere:
+        limit["may_overflow"] = True
     if rule.bound is not None:
         flat = pair_of(golden, np.broadcast_to(rule.bound, golden.shape)).expected
-        return {"rule": "within", "allowed": flat, "overflow": overflow}
+        return {**limit, "allowed": flat}
     with np.errstate(all="ignore"):
         sample = _right_where_not_finite(host_array(value), golden, rule)
         pair = pair_of(sample, golden)
         flat_beside = None if beside is None else pair_of(beside, golden).actual
         part = finite_part(pair, rule, baseline=flat_beside)
         if not part.kept.actual.size:
-            return {"rule": "within", "allowed": 0.0, "overflow": overflow}
+            return {**limit, "allowed": 0.0}
         kept = flat_beside if flat_beside is None or part.keep is None else flat_beside[part.keep]
         draw = expected.draw(number) if expected.golden() is not None else None
         limits = interval_limits(part, kept, draw, rule)
-    limit: Limit = {"rule": "within", "allowed": limits.allowed, "overflow": overflow}
+    limit["allowed"] = limits.allowed
     if math.isfinite(limits.max_shift):
         clamp = tol.SHIFT_CLAMP if rule.is_half else math.inf
         limit |= {

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import math
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,10 @@ from torch import Tensor
 import opcheck
 from opcheck import _torch
 from opcheck.packing import nbytes_of, pack, tree_items, unpack
+from opcheck.repro_call import script_of
 from opcheck.repro_text import MARK
+from opcheck.rerun import keep, run_again
+from opcheck.runstate import RunState
 from opcheck.shrinking import shrink
 from tests import faults, models
 from tests.reproducers import plant_file, run_file
@@ -188,3 +195,178 @@ def test_kernels_of_a_library_are_named_with_their_module(tmp_path: Path) -> Non
     text = session.repros[0].read_text()
     assert "# import my_kernels.activations" in text
     assert "aten::gelu (CPU): registered at" in text
+
+
+# ---- kinds of arguments -------------------------------------------------------------------------
+
+
+class Keeper:
+    """Keeps the last checked call, as the keeper of failing ones does."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+    def judged(self, call: Any, out: Any, record: Any, *, is_open: bool) -> None:
+        self.kept = keep(call, record, RunState.now(), seed=0)
+
+    def concluded(self, record: Any) -> None:
+        pass
+
+
+def kept_call(folder: Path, run: Any) -> Any:
+    """What the reproducer of a (right) call is made of."""
+    keeper = Keeper()
+    session = opcheck.check(log_dir=folder, quiet=True)
+    session._pipeline._keepers = (keeper,)
+    with session:
+        run()
+    assert keeper.kept is not None
+    return keeper.kept
+
+
+def as_module(kept: Any) -> dict[str, Any]:
+    """The names of its reproducer, which is run in this process."""
+    script = script_of(kept, kept.arguments, run_again(kept, kept.arguments), shrunk="")
+    names: dict[str, Any] = {"__name__": "reproducer"}
+    exec(compile(script.text, "reproducer.py", "exec"), names)
+    names["saved"] = lambda: dict(script.tensors)
+    names["configure"] = lambda: None
+    return names
+
+
+def spoiled(names: dict[str, Any]) -> dict[str, Any]:
+    """With an op that goes wrong once the library is loaded."""
+    right, armed = names["call"], []
+
+    def call(*args: Any) -> list[Any]:
+        out = right(*args)
+        if armed:
+            wrong = torch.lerp(torch.zeros_like(out[0]), out[0], 1.5)
+            out[0] = wrong + 1 if wrong.is_floating_point() else wrong
+        return out
+
+    names["load_kernels"] = lambda: armed.append(1)
+    names["call"] = call
+    return names
+
+
+X = torch.linspace(-2, 2, 24).reshape(4, 6)
+CALLS = {
+    "scalar_arguments": lambda: torch.add(X, X, alpha=0.3),
+    "python_number_for_a_tensor": lambda: X * 0.3,
+    "dtype_argument": lambda: torch.sum(X, dtype=torch.bfloat16),
+    "list_of_tensors": lambda: torch.cat([X, X.t().contiguous().t()], 1),
+    "foreach": lambda: torch._foreach_mul_([X.clone(), X[0].clone()], [0.5, 0.25]),
+    "several_results": lambda: torch.nn.functional.layer_norm(X, (6,), torch.ones(6)),
+    "in_place_on_views_of_one_memory": lambda: (lambda b: b[:3].add_(b[1:4]))(X.clone()[:, 0]),
+    "bfloat16": lambda: torch.nn.functional.silu(X.bfloat16()),
+    "complex": lambda: torch.exp(torch.complex(X, X).conj()),
+    "non_finite": lambda: torch.log(X),
+    "string_argument": lambda: torch.nn.functional.gelu(X, approximate="tanh"),
+    "empty_tensor_beside": lambda: torch.cat([X, torch.empty(0, 6)]),
+    "large": lambda: torch.tanh(X.repeat(50, 50)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_file_of_a_right_call_is_silent_and_of_a_wrong_one_is_not(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
+    kept = kept_call(tmp_path, CALLS[name])
+    assert as_module(kept)["main"]([]) == 0, capsys.readouterr().out
+    assert spoiled(as_module(kept))["main"]([]) == 1
+    assert "FAULT" in capsys.readouterr().out
+
+
+def test_out_variant_can_be_written_too(tmp_path: Path) -> None:
+    out = torch.empty(4, 6)
+    kept = kept_call(tmp_path, lambda: torch.add(X, X))
+    kept = replace(
+        kept, func=torch.ops.aten.add.out, arguments=pack(((X, X), {"alpha": 2, "out": out}))
+    )
+    names = as_module(kept)
+    assert names["main"]([]) == 0
+    assert spoiled(names)["main"]([]) == 1
+
+
+def test_state_of_the_process_is_written_down(tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+            kept = kept_call(tmp_path, lambda: torch.exp(X))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    text = script_of(kept, kept.arguments, run_again(kept, kept.arguments), shrunk="").text
+    assert "torch.set_float32_matmul_precision('high')" in text
+    assert f"torch.manual_seed({torch.initial_seed()})" in text
+    assert f"torch.set_num_threads({torch.get_num_threads()})" in text
+    assert "with torch.inference_mode()" in text
+
+
+def test_text_of_a_log_cannot_become_code(tmp_path: Path) -> None:
+    kept = kept_call(tmp_path, lambda: torch.exp(X))
+    evil = '"""\nraise SystemExit(7)\n"""\\'
+    kept = replace(kept, record=replace(kept.record, module=evil, source=evil, reason=evil))
+    assert as_module(kept)["main"]([]) == 0
+
+
+def test_one_wrong_element_of_a_large_input_comes_out_small(tmp_path: Path, monkeypatch) -> None:
+    """And progress is shown on a terminal."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 128, 768).clamp(-4, 4)
+    inputs[37, 90, 500] = 6.0
+    with (
+        planted_above_five(),
+        check(tmp_path, max_numel=10_000_000, repro_seconds=200.0) as session,
+    ):
+        torch.nn.functional.gelu(inputs)
+    text = session.repros[0].read_text()
+    assert not session.repros[0].with_suffix(".pt").exists()
+    shapes = re.search(r"shrunk +\(64, 128, 768\) -> \((\d+), (\d+), (\d+)\)", text)
+    assert shapes is not None, text
+    assert math.prod(map(int, shapes.groups())) <= 8
+    assert "shrinking aten.gelu.default: (64, 128, 768) -> " in terminal.text
+
+
+class Terminal(io.StringIO):
+    """Where progress is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+
+def planted_above_five() -> Any:
+    def make_wrong(original: Any) -> Any:
+        def gelu(x: Tensor, **options: Any) -> Tensor:
+            out = original(x, **options)
+            return torch.where(x > 5, torch.full_like(out, 5.0), out)
+
+        return gelu
+
+    return faults.planted("aten.gelu.default", make_wrong)
+
+
+def test_origin_of_nan_is_a_reproducer_too(tmp_path: Path) -> None:
+    class Normed(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / (x * 0 + 1e-8)  # 1e-8 is 0 in float16
+
+    model = Normed()
+    with check(tmp_path, model) as session:
+        model((X + 5).half())
+    assert [record.op for record in session.failures] == ["aten.div.Tensor"]
+    names: dict[str, Any] = {"__name__": "reproducer", "__file__": str(session.repros[0])}
+    exec(compile(session.repros[0].read_text(), "reproducer.py", "exec"), names)
+    names["configure"] = lambda: None
+    assert "'rule': 'finite'" in session.repros[0].read_text()
+    assert names["main"]([]) == 1
