@@ -223,12 +223,12 @@ def units(points: Sequence[Point]) -> list[Unit]:
     deepest = max(point.module.count(".") for point in points) + 1
     pieces = _pieces(points, 1)
     for depth in range(2, deepest + 1):
+        if max(len(part) for _, part in pieces) <= len(points) / 3:
+            break  # no module holds most of it any more
         finer = _pieces(points, depth)
         if len(finer) > 4 * MAX_ROWS:
             break
         pieces = finer
-        if len(pieces) > MAX_ROWS // 3:
-            break
     each = math.ceil(len(pieces) / MAX_ROWS)
     return [_unit(pieces[at : at + each]) for at in range(0, len(pieces), each)]
 

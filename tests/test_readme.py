@@ -30,6 +30,7 @@ def commands() -> list[tuple[str, str]]:
 def normalised(text: str) -> str:
     """Without what differs from run to run and from machine to machine."""
     text = re.sub(r"run\s+[0-9a-f]{12}", "run ID", text)
+    text = re.sub(r"[█●]+( *[█●]+)*\n", "BAR\n", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.+]+", "TIME", text)
     text = re.sub(r"-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "N", text)
     return re.sub(r"\s+", " ", text).strip()
