@@ -83,6 +83,10 @@ class Repeats:
 
     def before(self, call: Call) -> None:
         """About to run: keep what the second run needs, if there will be one."""
+        if call.skipped is not None and not call.skipped.is_computation:
+            return
+        if call.skipped is SkipReason.SIDE_EFFECT and next(_all_tensors(call.args), None) is None:
+            return  # a mark for the profiler
         with self._lock:
             reason = self._hindrance(call)
             if reason:

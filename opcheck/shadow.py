@@ -86,6 +86,8 @@ class Shadow:
         traits = call.traits
         if not traits.mutates or traits.base in _EXACT_WRITES or traits.base in _COPIES_INTO:
             return
+        if call.skipped in _NOT_FOLLOWED:
+            return
         with _torch.outside_everything():
             for param, tensor in _tensors(call):
                 if param.mutated and self._may_mirror(tensor) and not self.mirrors.ensure(tensor):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import opcheck
 from opcheck import Verdict
+from opcheck.cli import main
 from opcheck.mirrors import Mirrors
 from tests import faults, models
 from tests.step_equality import assert_same_step
@@ -196,6 +197,7 @@ def test_dropout_keeps_the_chain(tmp_path):
         session = blamed(step, tmp_path)
     found = [record.blame for record in session.records if record.op == "aten.sum.default"]
     assert [blame.inherited for blame in found] == pytest.approx([1e-3, 1e-3], rel=0.05)
+    assert not [name for name in session.coverage.shadow if name.startswith("restarted")]
 
 
 def test_compiled_region_begins_the_chain_again(tmp_path):
@@ -288,6 +290,15 @@ def test_log_carries_the_figures(tmp_path):
     text = opcheck.load_run(tmp_path / "precision.log")
     assert text.records[0].blame.word == "born"
     assert text.records[0].blame.born == pytest.approx(1e-3, rel=0.05)
+
+
+def test_run_command_takes_blame_and_repeat(tmp_path, capsys):
+    script = tmp_path / "step.py"
+    script.write_text("import torch\ntorch.nn.functional.gelu(torch.ones(3))\n")
+    assert main(["run", "--blame", "--repeat", "--log-dir", str(tmp_path), str(script)]) == 0
+    text = capsys.readouterr().out
+    assert "errors are rms errors" in text
+    assert "run twice on the same inputs" in text
 
 
 def test_without_blame_nothing_is_carried(tmp_path):

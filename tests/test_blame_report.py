@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 - before opcheck, which then notes its kernels
 
 from opcheck.blame import blame_step, render_blame, units
 from opcheck.cli import main

@@ -75,6 +75,7 @@ def test_ops_that_repeat_are_counted(tmp_path):
     assert session.coverage.repeat["run twice"] >= session.coverage.checked > 20
     assert session.coverage.unrepeatable == ()
     assert {record.repeats for record in session.records} == {True}
+    assert not [name for name in session.coverage.repeat if name.startswith("not run")]
     assert "0 did" not in session.report()
 
 
