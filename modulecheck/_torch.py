@@ -42,6 +42,7 @@ __all__ = [
     "ranks_of",
     "recompile_limit_hits",
     "sharded_inside",
+    "shared_by_ranks",
     "undisturbed",
     "with_local_part",
 ]
@@ -197,6 +198,17 @@ def ranks_of(tensors: list[torch.Tensor]) -> list[int]:
         if dtensor is not None and isinstance(tensor, dtensor):
             found.update(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
     return sorted(found) if len(found) > 1 else []
+
+
+def shared_by_ranks(model: nn.Module) -> str:
+    """By what a step of this model talks to other ranks, "" if it does not seem to."""
+    if default_store() is None:
+        return ""
+    for item in model.modules():
+        if inside_ddp(item) is not item:
+            return "DistributedDataParallel reduces its gradients over ranks"
+    ranks = ", ".join(map(str, ranks_of([*model.parameters(), *model.buffers()])))
+    return f"ranks {ranks} share its parameters" if ranks else ""
 
 
 def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -139,8 +139,8 @@ class ModuleCall:
             return
         if self.snapshot.parameters_gone(self.module):
             self.open_because(
-                "resharded: backward left parts of the module out, and its parameters were sharded"
-                " again before its gradients could be compared"
+                "resharded: its parameters were sharded again, or replaced, before its gradients"
+                " could be compared"
             )
             self.close("")
             return

@@ -39,8 +39,15 @@ def copied(model: nn.Module) -> nn.Module:
     """A copy with the same values, modes and gradients.
 
     Raises:
-        ModelCopyError: it cannot be copied.
+        ModelCopyError: it cannot be copied, or ranks share it.
     """
+    shared = _torch.shared_by_ranks(model)
+    if shared:
+        raise ModelCopyError(
+            f"model: {shared}; single_pass=False runs further steps where one rank has a doubt, and"
+            " the others would not answer its collectives: use single_pass=True, with install() and"
+            " collect()"
+        )
     try:
         twin = copy.deepcopy(model)
     except Exception as error:

@@ -20,7 +20,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -368,6 +373,13 @@ def counted_collectives() -> Iterator[dict[str, int]]:
             setattr(dist, name, original)
 
 
+def fsdp1(model: nn.Module) -> nn.Module:
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
 def uneven_steps(rank: int) -> dict[str, Any]:
     """Ranks that differ in what they check, and steps that FSDP2 has no full parameters for."""
     case = CLEAN["fsdp2"]
@@ -383,6 +395,8 @@ def uneven_steps(rank: int) -> dict[str, Any]:
         "checked_collectives": checked_counts,
         "tensor_parallel": described(tp_results) if tp_results else None,
         "collective_inside": described([_collective_inside()]),
+        "fsdp1": described(train(Case(fsdp1), rank, PrecisionChecker())[0]),
+        "two_pass": {name: _two_pass(CLEAN[name], rank) for name in ("fsdp2", "ddp")},
         "ddp_root": described([_ddp_root(rank)]),
         "root": described([_root_step(rank)]),
         "no_backward": described([_forward_only(rank, grad=True)]),
@@ -407,6 +421,17 @@ def _collective_inside() -> CompareResult:
         loss = model(torch.ones(2, WIDTH)).square().mean()
         loss.backward()
     return checker.collect(loss)
+
+
+def _two_pass(case: Case, rank: int) -> str:
+    model, _ = build(case, rank)
+    checker = PrecisionChecker(single_pass=False)
+    checker.wrap_all_children(model)
+    try:
+        checker.compare(lambda twin: twin(torch.ones(2, WIDTH)).square().mean(), model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _ddp_root(rank: int) -> CompareResult:

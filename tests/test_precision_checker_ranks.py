@@ -138,6 +138,22 @@ def test_float64_judges_sharded_modules_without_a_backward_too(kind, uneven):
         assert rank[kind]["notes"] == []
 
 
+def test_parameters_that_are_replaced_before_backward_are_no_pass(uneven):
+    for rank in uneven:
+        assert rank["fsdp1"]["verdicts"] == ["INCONCLUSIVE", "INCONCLUSIVE"]
+        assert "blocks.0: resharded: its parameters were" in rank["fsdp1"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("fsdp2", "ranks 0, 1 share its parameters"), ("ddp", "DistributedDataParallel reduces")],
+)
+def test_two_pass_refuses_a_model_that_ranks_share_and_names_single_pass(name, why, uneven):
+    for rank in uneven:
+        assert why in rank["two_pass"][name]
+        assert "use single_pass=True, with install() and collect()" in rank["two_pass"][name]
+
+
 def test_a_wrapped_ddp_root_is_what_it_holds(uneven):
     for rank in uneven:
         found = rank["ddp_root"]
