@@ -185,7 +185,7 @@ def _fitted(name: str) -> str:
 
 def _tail(result: CompareResult) -> Iterator[str]:
     if result.loss_reason:
-        yield f"  Loss: {visible(result.loss_reason)}"
+        yield f"  {visible(result.loss_reason)}"
     suspects = result.suspects
     if not suspects:
         return

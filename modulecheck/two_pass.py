@@ -201,7 +201,9 @@ class TwoPass:
         fails = diff.judged != Verdict.PASS or not same_class
         self.loss_verdict = Verdict.FAIL if fails else Verdict.PASS
         if fails:
-            self.loss_reason = f"loss: eager {both[0]:.9g}, compiled {both[1]:.9g}"
+            self.loss_reason = (
+                f"loss: eager {both[0]:.9g}, compiled {both[1]:.9g}, beyond the criterion"
+            )
 
     # ---- where it begins ----
 

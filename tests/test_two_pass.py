@@ -188,7 +188,7 @@ def test_wrong_loss_shows_in_the_report(capsys: Any) -> None:
     ) in text
     assert "single_pass" not in text
     assert "Mode" not in text
-    assert f"  Loss: loss: eager {result.loss_eager:.9g}, compiled" in text
+    assert f"\n  loss: eager {result.loss_eager:.9g}, compiled {result.loss_compiled:.9g}" in text
     assert "First divergence: blocks.1 (forward)" in text
 
 
