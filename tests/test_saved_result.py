@@ -61,7 +61,7 @@ st.register_type_strategy(
 DTYPES = st.sampled_from([None, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(result=every_field(CompareResult, recordings=st.just([]), cast_dtype=DTYPES))
 def test_every_field_comes_back(result: CompareResult, tmp_path_factory: Any) -> None:
     loaded = saved_and_loaded(result, tmp_path_factory.mktemp("saved"))
