@@ -34,6 +34,8 @@ MAX_LINES = 40
 MAX_ROWS = 30
 """Bars of the picture."""
 MAX_NAMED = 5
+MAX_OP = 20
+"""Characters of an op's name in the tree; the summary has it in full."""
 _PHASES = ("forward", "recompute", "backward", "optimizer", "other")
 _WITH_TREE = ("forward", "backward")
 MARKS = ("born", "amplified")
@@ -102,9 +104,8 @@ class BlameStep:
 
     @property
     def amplifiers(self) -> list[Point]:
-        """Calls that magnified what they inherited, the one with the largest result first."""
-        found = [point for point in self.points if point.blame.word == "amplified"]
-        return sorted(found, key=lambda point: -point.blame.inherited)
+        """Calls that magnified what they inherited, the first first."""
+        return [point for point in self.points if point.blame.word == "amplified"]
 
 
 def blame_step(run: Run) -> BlameStep | None:
@@ -197,11 +198,13 @@ def _words(node: Node) -> str:
     inside = sum(len(child.marks) for child in node.children.values())
     own = node.marks if not inside else [p for p in node.marks if _is_own(node, p)]
     words = []
-    for word in MARKS:
-        ops = dict.fromkeys(short_op(point.op) for point in own if point.blame.word == word)
-        if ops:
-            words.append(f"{word}: {', '.join(ops)}")
-    return "; ".join(words)
+    ops = list(dict.fromkeys(short_op(p.op) for p in own if p.blame.word == "born"))
+    if ops:
+        more = f" +{len(ops) - 1}" if len(ops) > 1 else ""
+        words.append(f"born: {ops[0][:MAX_OP]}{more}")
+    if any(point.blame.word == "amplified" for point in own):
+        words.append("amplified")
+    return ", ".join(words)
 
 
 def _is_own(node: Node, point: Point) -> bool:
@@ -209,7 +212,9 @@ def _is_own(node: Node, point: Point) -> bool:
 
 
 def share(value: float) -> str:
-    """`1.2e-07`; 0 for nothing."""
+    """`1.2e-07`; 0 for nothing; `lost` where no digit is right."""
+    if value >= 1.0:
+        return "lost"
     return f"{value:.1e}" if value else "0"
 
 
@@ -254,10 +259,11 @@ def _unit(pieces: Sequence[tuple[str, list[Point]]]) -> Unit:
 
 
 def decades(values: Iterable[float]) -> tuple[int, int]:
-    """Powers of ten around what is neither 0 nor infinite, two apart at least."""
-    logs = [math.log10(value) for value in values if 0 < value < math.inf]
+    """Powers of ten around what is not 0, two apart at least; the upper one is 1 at most."""
+    logs = [min(math.log10(value), 0.0) for value in values if 0 < value < math.inf]
     low = math.floor(min(logs, default=-8))
-    return low, max(math.ceil(max(logs, default=-6)), low + 2)
+    high = max(math.ceil(max(logs, default=-6)), low + 2)
+    return (low, high) if high <= 0 else (-2, 0)
 
 
 def _picture(phase: str, found: list[Unit], style: Style) -> list[str]:
@@ -351,7 +357,10 @@ def _summary(run: Run, found: BlameStep, style: Style) -> list[str]:
     if found.num_steps > 1:
         step += f" of {found.num_steps} (--step N shows another)"
     lines = [style.paint(step, "bold")]
-    text = "errors are rms errors as shares of the expected size: 1e-3 is three right digits"
+    text = (
+        "errors are rms errors as shares of the expected size: 1e-3 is three right digits,"
+        " 1 and above none (lost)"
+    )
     lines += style.wrap(text, "  ")
     origins = found.origins
     for point in origins[:MAX_NAMED]:

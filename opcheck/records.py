@@ -147,7 +147,8 @@ class Blame:
     """Where the error of a call's result came from, with `blame=True`.
 
     Each is an rms error as a share of the rms of the expected values, of the output where it is
-    largest: 1e-3 is three right digits, 1 is none. NaN and Inf are left out.
+    largest (of norms and attention the first): 1e-3 is three right digits, 1 is none. NaN and Inf
+    are left out.
     """
 
     born: float = 0.0

@@ -76,7 +76,7 @@ def test_origin_amplifier_and_growth_are_told():
     assert "chain began again" in text
     assert "random 3" in text
     assert "born: gelu" in text
-    assert "amplified: gelu" in text
+    assert "5.0e-02  amplified" in text
 
 
 @pytest.mark.parametrize("layers", [WRONG + 3, LAYERS, 100])
@@ -127,6 +127,18 @@ def test_step_of_the_first_failure_is_shown():
 
 def _fields(record: OpRecord) -> dict:
     return {name: getattr(record, name) for name in OpRecord.__dataclass_fields__}
+
+
+def test_what_is_lost_is_not_measured_further():
+    records = [
+        call(0, "a", total=1e-7, inputs=1e-8),
+        call(1, "b", total=3e15, inherited=3e15, inputs=1e-6, word="amplified"),
+        call(2, "c", total=float("inf"), inherited=float("inf"), inputs=3e15),
+    ]
+    text = text_of(Run(records=records), width=80)
+    assert "1.0e-06 in the inputs became lost" in text.replace("\n" + " " * 13, " ")
+    assert "e+15" not in text
+    assert "to 1e+0" in text
 
 
 # ---- the command ----
