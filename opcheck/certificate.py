@@ -286,7 +286,8 @@ def _bits(tensor: Tensor) -> tuple[Any, ...]:
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
     flat = plain.contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    # not .numpy(): the storage of the user's tensor could never be resized again
+    data = np.from_dlpack(flat.view(torch.uint8)).tobytes() if flat.numel() else b""
     return tuple(tensor.shape), tensor.dtype, hashlib.blake2b(data).digest()
 
 

@@ -257,7 +257,8 @@ def project(product: Product, rng: np.random.Generator) -> Residual:
 
 
 def _array(tensor: Tensor) -> Array:
-    return tensor.to(torch.float64).numpy()
+    array: Array = np.from_dlpack(tensor.to(torch.float64))  # .numpy() would forbid a resize
+    return array
 
 
 def _input_squares(product: Product, rows: Array, block: int, buffer: _Buffer) -> Array:

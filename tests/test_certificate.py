@@ -56,6 +56,7 @@ def test_a_training_step_is_certified_and_has_run_once(tmp_path):
     twin_step()
     assert all(torch.equal(after[name], value) for name, value in twin.state_dict().items())
     assert session.coverage.checked > 0
+    assert all(item.untyped_storage().resizable() for item in model.state_dict().values())
 
 
 @pytest.mark.parametrize("what", ["buffer", "gradient", "random", "mode", "hook", "attribute"])
