@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from opcheck.printing import Style, number, style_for
-from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
+from opcheck.records import Coverage, OpRecord, Sample, SkipReason, Verdict
 from opcheck.review import Run, Tally
 from opcheck.runnotes import nonfinite_lines, repeat_lines
 
@@ -215,6 +215,8 @@ def call_lines(record: OpRecord, style: Style) -> list[str]:
         if metrics.num_nonfinite:
             text += f"; {metrics.num_nonfinite:,} differ in being NaN or infinite"
         lines += _field("elements", text, style)
+    if record.sample is not None:
+        lines += _field("looked at", _looked_at(record.sample), style)
     lines += _field("rmse", _rmse(record), style)
     documented = (
         f"max_abs {metrics.max_abs:.3e}, mean_abs {metrics.mean_abs:.3e},"
@@ -241,6 +243,13 @@ def call_lines(record: OpRecord, style: Style) -> list[str]:
     for note in record.notes:
         lines += _field("note", style.text(note, 1000), style)
     return lines
+
+
+def _looked_at(sample: Sample) -> str:
+    text = f"{sample.detail} ({sample.strategy}, seed {sample.seed}"
+    if sample.covers_all:
+        return text + "; every element had a part in the verdict)"
+    return text + f", {100 * sample.share:.3g}% of the elements; the rest was not looked at)"
 
 
 def _worst(record: OpRecord, style: Style) -> str:
@@ -386,7 +395,7 @@ _SKIP_WORDS = {
     SkipReason.NOTHING_TO_COMPARE: "gives no value back",
     SkipReason.OP_RAISED: "the op itself raised",
     SkipReason.INSIDE_COMPILED_REGION: "inside a compiled region",
-    SkipReason.NOT_CHECKABLE: "not checkable",
+    SkipReason.NOT_CHECKABLE: "above max_numel, and no part of it stands alone",
 }
 
 
@@ -404,9 +413,17 @@ def _coverage(run: Run, style: Style) -> list[str]:
     lines = [_title("coverage", style), *style.wrap(line, "    ", "  ")]
     if coverage.elements_seen:
         share = 100 * coverage.elements_checked / coverage.elements_seen
-        lines.append(
-            f"  {coverage.elements_checked:,} of {coverage.elements_seen:,} elements ({share:.1f}%)"
+        sampled = ""
+        if coverage.elements_sampled:
+            sampled = (
+                f"; {coverage.elements_sampled:,} sampled of large results,"
+                f" {coverage.elements_unseen:,} not looked at"
+            )
+        text = (
+            f"{coverage.elements_checked:,} of {coverage.elements_seen:,} elements"
+            f" ({share:.1f}%){sampled}"
         )
+        lines += style.wrap(text, "    ", "  ")
     ordered = sorted(coverage.skipped.items(), key=lambda item: -item[1])
     rows = [[f"{count:,}", reason.value, _SKIP_WORDS[reason]] for reason, count in ordered if count]
     if rows:

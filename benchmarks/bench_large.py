@@ -1,0 +1,281 @@
+"""What does checking a large call cost, what does it find, and does it ever cry wolf?
+
+One run prints, for each op, its own time, the time of its check as a share of that, the memory that
+the check takes beside it, and the verdict; then the false alarms on correct results computed in
+other orders, and the planted faults that were found. See the README beside this file.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_large
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_large --size 2048 --parts cost
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import opcheck
+from opcheck import _torch
+from opcheck.calls import Call, Site, traits_of
+from opcheck.large import judge_large
+from opcheck.sampled import Criterion
+
+PRODUCT_LIMIT = 0.06
+"""Cost of checking a 4096^3 product, as a share of it."""
+ELEMENTS = 1 << 24
+SEEDS = 5
+
+Case = tuple[str, Callable[[], object]]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Values that depend on shape and seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def products(size: int) -> Iterator[Case]:
+    """Square products; float16 is slow on most CPUs and stays small."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in (1024, 2048, 4096):
+            if n <= size:
+                a, b = randn(n, n, dtype=dtype), randn(n, n, dtype=dtype, seed=1)
+                yield f"mm {n}^3 {_short(dtype)}", lambda a=a, b=b: a @ b
+    a = randn(1024, 1024, dtype=torch.float16)
+    yield "mm 1024^3 fp16", lambda: a @ a
+    wide, narrow = randn(512, 768), randn(768, 50257, seed=1)
+    yield "mm 512x768x50257 fp32", lambda: wide @ narrow
+    q, k = randn(96, 1024, 64), randn(96, 64, 1024, seed=1)
+    yield "bmm 96x1024x64x1024 fp32", lambda: torch.bmm(q, k)
+
+
+def others() -> Iterator[Case]:
+    """Attention, convolution, rows, reductions, elements."""
+    q = randn(1, 16, 4096, 64)
+    yield (
+        "attention 16 heads, L=4096 fp32",
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+    )
+    x, w = randn(32, 64, 56, 56), randn(64, 64, 3, 3, seed=1) * 0.05
+    yield "convolution 32x64x56x56 fp32", lambda: F.conv2d(x, w, None, 1, 1)
+    grad = randn(32, 64, 56, 56, seed=2)
+    arguments = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+    yield (
+        "convolution_backward fp32",
+        lambda: torch.ops.aten.convolution_backward(grad, x, w, *arguments),
+    )
+    rows = randn(4096, 4096)
+    yield "softmax 4096x4096 fp32", lambda: rows.softmax(-1)
+    yield "layer_norm 4096x4096 fp32", lambda: F.layer_norm(rows, (4096,))
+    yield "sum(0) 4096x4096 fp32", lambda: rows.sum(0)
+    yield "sum() 16M fp32", lambda: rows.sum()
+    flat, other = randn(ELEMENTS), randn(ELEMENTS, seed=1)
+    yield "add 16M fp32", lambda: flat + other
+    yield "gelu 16M fp32", lambda: F.gelu(flat)
+    half = flat.bfloat16()
+    yield "gelu 16M bf16", lambda: F.gelu(half)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+# ---- cost ---------------------------------------------------------------------------------------
+
+
+def cost(size: int, rounds: int) -> bool:
+    """Print the table of costs; True when the limit of 4096^3 products holds."""
+    print(f"{'op':34}{'op ms':>9}{'check ms':>10}{'share':>8}{'MiB':>7}  verdict, strategy")
+    holds = True
+    for name, step in (*products(size), *others()):
+        step()
+        plain, checks = [], []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            step()
+            plain.append(time.perf_counter() - start)
+            session, memory = _checked(step)
+            checks.append(session.coverage.check_seconds)
+        op, check = statistics.median(plain), statistics.median(checks)
+        record = session.records[0]
+        strategy = record.sample.strategy if record.sample is not None else "all"
+        print(
+            f"{name:34}{1e3 * op:9.1f}{1e3 * check:10.1f}{100 * check / op:7.1f}%{memory:7.0f}"
+            f"  {record.verdict}, {strategy}"
+        )
+        if "4096^3" in name and check > PRODUCT_LIMIT * op:
+            holds = False
+    print(f"4096^3 products at most {100 * PRODUCT_LIMIT:.0f}%: {'yes' if holds else 'NO'}")
+    return holds
+
+
+def _checked(step: Callable[[], object]) -> tuple[opcheck.Session, float]:
+    """A session around the step, and by how many MiB it raised the peak memory of the step."""
+    with tempfile.TemporaryDirectory() as folder:
+        step()
+        _reset_peak()
+        step()
+        alone = _peak()
+        _reset_peak()
+        with opcheck.check(log_dir=Path(folder), quiet=True, max_checks=None) as session:
+            step()
+        return session, max(0.0, _peak() - alone)
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    raise OSError("no VmHWM in /proc/self/status")
+
+
+# ---- verdicts on results made by hand -----------------------------------------------------------
+
+
+def judged(a: Tensor, b: Tensor, y: Tensor, seed: int) -> bool:
+    """Whether `y` passes as `a @ b`."""
+    func = torch.ops.aten.mm.default
+    call = Call(
+        func=func, traits=traits_of(func), args=(a, b), kwargs={}, site=Site("", "other"),
+        index=seed, step=0, occurrence=0, source="", out_dtype=y.dtype,
+        signature=(func, a.dtype, "contiguous", b.dtype, "contiguous"),
+    )  # fmt: skip
+    criterion = Criterion(name="calibrated", rtol=1e-4, atol=1e-5, seed=seed)
+    with _torch.outside_everything():
+        found = judge_large(call, y, criterion)
+    if isinstance(found, opcheck.SkipReason):
+        raise TypeError(f"the product was skipped: {found}")
+    return found.found.passed
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float()
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as it is": lambda a, b: _wide(a) @ _wide(b),
+    "transposed": lambda a, b: (_wide(b).t() @ _wide(a).t()).t(),
+    "blocked": lambda a, b: torch.cat([_wide(a) @ part for part in _wide(b).split(384, 1)], 1),
+    "split-K": lambda a, b: sum(
+        left @ right
+        for left, right in zip(_wide(a).split(512, 1), _wide(b).split(512), strict=True)
+    ),
+    "rounded float64": lambda a, b: a.double() @ b.double(),
+}
+
+DATA: dict[str, Callable[[int, int], Tensor]] = {
+    "normal": lambda n, seed: randn(n, n, seed=seed),
+    "positive": lambda n, seed: randn(n, n, seed=seed).relu(),
+    "large mean": lambda n, seed: randn(n, n, seed=seed) + 10.0,
+}
+
+
+def false_alarms(size: int) -> bool:
+    """Correct products in other orders; True when none failed."""
+    print(f"\ncorrect products of {size}, failed of judged")
+    total = failed = 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for data, make in DATA.items():
+            a, b = make(size, 0).to(dtype), make(size, 1).to(dtype)
+            for name, compute in VARIANTS.items():
+                y = compute(a, b).to(dtype)
+                bad = sum(not judged(a, b, y, seed) for seed in range(SEEDS))
+                total, failed = total + SEEDS, failed + bad
+                if bad:
+                    print(f"  {_short(dtype)} {data} {name}: {bad} of {SEEDS}")
+    print(f"  {failed} of {total}")
+    return failed == 0
+
+
+def _element(share: float) -> Callable[[Tensor], None]:
+    def change(y: Tensor) -> None:
+        place = y.shape[0] // 3, y.shape[1] // 5
+        y[place] += share * y.float().square().mean().sqrt()
+
+    return change
+
+
+def _zero(*place: slice | int) -> Callable[[Tensor], None]:
+    def change(y: Tensor) -> None:
+        y[place] = 0
+
+    return change
+
+
+def _times(factor: float) -> Callable[[Tensor], None]:
+    def change(y: Tensor) -> None:
+        y.copy_((y.double() * factor).to(y.dtype))
+
+    return change
+
+
+def _swap(y: Tensor) -> None:
+    y[:, [40, 41]] = y[:, [41, 40]]
+
+
+FAULTS: dict[str, Callable[[Tensor], None]] = {
+    "one element, 0.1 rms": _element(0.1),
+    "one element, 0.3 rms": _element(0.3),
+    "one element, 0.5 rms": _element(0.5),
+    "zero tile 16x16": _zero(slice(640, 656), slice(256, 272)),
+    "zero row": _zero(77),
+    "zero column": _zero(slice(None), 901),
+    "swapped columns": _swap,
+    "x1.01": _times(1.01),
+    "x1.001": _times(1.001),
+}
+
+
+def faults(size: int) -> None:
+    """Planted faults that were found, of `SEEDS` choices of the random vector and rows each."""
+    print(f"\nplanted in products of {size}, found of {SEEDS}")
+    print(f"  {'fault':24}{'fp32':>6}{'bf16':>6}{'fp16':>6}")
+    found: dict[str, list[int]] = {name: [] for name in [*FAULTS, "last 16 of K missing"]}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a, b = (randn(size, size, seed=seed).to(dtype) for seed in (0, 1))
+        right = (a.float() @ b.float()).to(dtype)
+        for name, change in FAULTS.items():
+            y = right.clone()
+            change(y)
+            found[name].append(sum(not judged(a, b, y, seed) for seed in range(SEEDS)))
+        y = (a[:, :-16].float() @ b[:-16].float()).to(dtype)
+        found["last 16 of K missing"].append(
+            sum(not judged(a, b, y, seed) for seed in range(SEEDS))
+        )
+    for name, counts in found.items():
+        print(f"  {name:24}" + "".join(f"{count:6}" for count in counts))
+
+
+def main() -> int:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--size", type=int, default=4096, help="largest side of products")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default="cost,alarms,faults")
+    chosen = parser.parse_args()
+    parts = chosen.parts.split(",")
+    good = True
+    if "cost" in parts:
+        good = cost(chosen.size, chosen.rounds) and good
+    if "alarms" in parts:
+        good = false_alarms(min(chosen.size, 2048)) and good
+    if "faults" in parts:
+        faults(chosen.size)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
