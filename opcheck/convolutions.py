@@ -25,7 +25,7 @@ from opcheck.golden_rules import argument
 from opcheck.projection import SUSPECT, Residual
 from opcheck.records import SkipReason
 from opcheck.sampled import Criterion, Judged, judge_parts, nonfinite_places, rng_of, sample_of
-from opcheck.slices import Pick, Space, part_of_slices, strata
+from opcheck.slices import Pick, Space, part_of_slices
 
 __all__ = ["is_convolution", "judge_convolution"]
 
@@ -33,8 +33,8 @@ FOLD = 4
 """Images that are summed into one."""
 EVERY = 4
 """One group of images in so many is looked at."""
-BLOCK_STEP = 64
-"""One element in so many is computed again, in whole planes."""
+NUM_IMAGES, NUM_CHANNELS = 2, 4
+"""Of which planes are computed again: float64 convolutions are ten times slower."""
 MAX_FACTOR = 1 << 20
 _WORST_GROUPS = 2
 
@@ -82,7 +82,10 @@ def _is_probed(call: Call) -> bool:
 
 
 def _pick(space: Space, count: int, rng: np.random.Generator) -> Pick:
-    return Pick(space, (np.asarray(strata(space.sizes[0], max(1, count), rng), dtype=np.int64),))
+    """Some positions, the last one among them: where a tile is cut."""
+    size = space.sizes[0]
+    chosen = rng.choice(size, min(size, max(1, count)), replace=False)
+    return Pick(space, (np.union1d(chosen[1:], [size - 1]).astype(np.int64),))
 
 
 def _images(call: Call) -> Space:
@@ -101,22 +104,19 @@ def _mask(call: Call, *outputs: int) -> dict[str, Any]:
 def _forward_blocks(call: Call, rng: np.random.Generator) -> Iterator[list[Pick]]:
     x, weight = argument(call, "input"), argument(call, "weight")
     groups, transposed = argument(call, "groups"), argument(call, "transposed")
-    per_image = x.numel() // max(x.shape[0], 1)
-    num_images = min(x.shape[0], max(1, min(x.shape[0] // 8, MAX_FACTOR // max(per_image, 1))))
-    picks = [_pick(_images(call), num_images, rng)]
+    picks = [_pick(_images(call), NUM_IMAGES, rng)]
     channels = {"bias": (0,)} if argument(call, "bias") is not None else {}
     if groups == 1:
         dim = 1 if transposed else 0
         size = weight.shape[dim]
         space = Space(sizes=(size,), tensors={"weight": (dim,), **channels}, outputs={0: (1,)})
-        share = BLOCK_STEP * num_images / x.shape[0]
-        picks.append(_pick(space, max(4, round(size / max(share, 1.0))), rng))
+        picks.append(_pick(space, NUM_CHANNELS, rng))
     elif groups == x.shape[1] == weight.shape[0] and not transposed:
         space = Space(
             sizes=(groups,), tensors={"weight": (0,), "input": (1,), **channels},
             outputs={0: (1,)}, changes={"groups": lambda n: n},
         )  # fmt: skip
-        picks.append(_pick(space, max(4, groups // 8), rng))
+        picks.append(_pick(space, max(NUM_CHANNELS, groups // 8), rng))
     yield picks
 
 
@@ -126,15 +126,12 @@ def _backward_blocks(call: Call, rng: np.random.Generator) -> Iterator[list[Pick
     mask = argument(call, "output_mask")
     plain = argument(call, "groups") == 1 and not argument(call, "transposed")
     if mask[0]:
-        per_image = max(x.numel(), grad.numel()) // max(x.shape[0], 1)
-        count = min(x.shape[0], max(1, min(x.shape[0] // 8, MAX_FACTOR // max(per_image, 1))))
-        picks = [_pick(_images(call), count, rng)]
+        picks = [_pick(_images(call), NUM_IMAGES, rng)]
         if plain:
             space = Space(
                 sizes=(x.shape[1],), tensors={"input": (1,), "weight": (1,)}, outputs={0: (1,)}
             )
-            share = BLOCK_STEP * count / x.shape[0]
-            picks.append(_pick(space, max(4, round(x.shape[1] / max(share, 1.0))), rng))
+            picks.append(_pick(space, NUM_CHANNELS, rng))
         yield picks
     if plain and (mask[1] or mask[2]):
         outputs = [number for number in (1, 2) if mask[number]]
@@ -157,8 +154,8 @@ def _rows_of_weight(call: Call, outputs: list[int]) -> Space:
 def _weight_blocks(
     call: Call, grad: Tensor, x: Tensor, weight: Tensor, outputs: list[int], rng: Any
 ) -> Iterator[list[Pick]]:
-    rows = max(1, min(weight.shape[0] // 8, MAX_FACTOR * weight.shape[0] // grad.numel()))
-    columns = max(1, min(weight.shape[1] // 8, MAX_FACTOR * weight.shape[1] // x.numel()))
+    rows = max(1, min(NUM_CHANNELS, MAX_FACTOR * weight.shape[0] // grad.numel()))
+    columns = max(1, min(NUM_CHANNELS, MAX_FACTOR * weight.shape[1] // x.numel()))
     if 1 in outputs:
         to_columns = Space(
             sizes=(weight.shape[1],), tensors={"input": (1,), "weight": (1,)}, outputs={1: (1,)}
@@ -178,11 +175,7 @@ def _probe(
     x = argument(call, "input")
     fold = min(FOLD, x.shape[0])
     starts = np.arange(0, x.shape[0] - fold + 1, fold)
-    chosen = (
-        starts[strata(starts.size, max(1, starts.size // EVERY), rng)] if starts.size else starts
-    )
-    if starts.size > EVERY:
-        chosen = rng.choice(starts, max(1, starts.size // EVERY), replace=False)
+    chosen = np.sort(rng.choice(starts, max(1, starts.size // EVERY), replace=False))
     suspects: list[list[Pick]] = []
     texts = []
     if not is_backward:

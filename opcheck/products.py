@@ -20,7 +20,6 @@ from opcheck.projection import SUSPECT, Product, Residual, product_rows, project
 from opcheck.records import Metrics, SkipReason
 from opcheck.references import host_array, uses_tf32
 from opcheck.sampled import (
-    MAX_PART,
     Criterion,
     Judged,
     judge_parts,
@@ -53,6 +52,8 @@ GRID_STEP = 32
 """One element in so many of a product that is sampled."""
 MAX_FACTOR = 1 << 21
 """Elements of a factor's slices: 16 MiB in float64."""
+MAX_GRID = 1 << 18
+"""Elements of a grid, unless 16 columns have more: judging one takes longer than computing it."""
 NUM_RANDOM_ROWS = 4
 NUM_WORST_ROWS = 4
 _BORDERS = (128, 64, 16)
@@ -434,7 +435,7 @@ def pick_grid(call: Call, rng: np.random.Generator, out: Any = None) -> list[Pic
     most = max(1, MAX_FACTOR // (max(depth, 1) * taken))
     num_rows = min(rows, most, max(16, round(rows / math.sqrt(GRID_STEP))))
     num_columns = min(columns, most, max(16, round(columns * rows / (GRID_STEP * num_rows))))
-    num_columns = min(num_columns, max(16, 2 * MAX_PART // (num_rows * taken)))
+    num_columns = min(num_columns, max(16, MAX_GRID // (num_rows * taken)))
     picks = []
     for space, count in zip(spaces, (num_rows, num_columns, taken), strict=False):
         flat = strata(space.count, count, rng)

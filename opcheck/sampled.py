@@ -50,6 +50,8 @@ NUM_EDGE_ROWS = 62
 _TILES = (8, 16, 32, 64, 128, 256, 1024)
 MAX_PART = 1 << 19
 """Elements of one tensor of a part: 4 MiB in float64. A part holds some ten of them at a time."""
+MAX_ROWS = 1 << 18
+"""Elements of the rows that are picked, one row at least."""
 _MOST_IN_ONE_ROW = 1 << 22
 _NONFINITE_LOOKED_AT = 16
 
@@ -204,7 +206,7 @@ def pick_rows(
             largest = max(largest, tensor.numel() // max(rows, 1))
     if largest > _MOST_IN_ONE_ROW:
         return None
-    flat = strata(space.count, max(1, min(count, MAX_PART // largest)), rng)
+    flat = strata(space.count, max(1, min(count, MAX_ROWS // largest)), rng)
     if largest > MAX_PART:
         flat = flat[:1]
     index = np.unravel_index(flat, space.sizes)
