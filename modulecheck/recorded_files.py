@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -387,7 +387,26 @@ def without_foreign(value: Any, classes: Mapping[str, type]) -> Any:
     Raises:
         ArgumentError: a class is not among them.
     """
+    missing = [kind for kind in dict.fromkeys(_kinds_in(value)) if kind not in classes]
+    if missing:
+        raise ArgumentError(
+            f"the recorded call got objects, which are made only where you allow"
+            f" it: {' '.join(f'--allow-class {kind}' for kind in missing)}, or"
+            " drilldown(..., classes=[...])"
+        )
     return _Resolver(classes).resolved(value)
+
+
+def _kinds_in(value: Any) -> Iterator[str]:
+    """Names of the classes of all objects inside, those of their attributes too."""
+    if isinstance(value, Foreign):
+        yield value.kind
+        value = value.attributes
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _kinds_in(item)
 
 
 class _Resolver:
@@ -409,12 +428,7 @@ class _Resolver:
         return value
 
     def _object(self, foreign: Foreign) -> Any:
-        kind = self._classes.get(foreign.kind)
-        if kind is None:
-            raise ArgumentError(
-                f"the recorded call got an object of {foreign.kind}, which is made only where you"
-                " allow it: --allow-class CLASS, or drilldown(..., classes=[...])"
-            )
+        kind: Any = self._classes[foreign.kind]
         if foreign.is_class:
             return kind
         attributes = {name: self.resolved(item) for name, item in foreign.attributes.items()}
