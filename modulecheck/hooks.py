@@ -261,6 +261,17 @@ class RegionGradients:
         self.inputs.clear()
         self._before.clear()
 
+    def settle(self) -> None:
+        """Nothing more comes: let go of the graph and of the parameters, what was found stays."""
+        for handle in self._handles:
+            handle.remove()
+        for container in (
+            self.inputs, self._input_keys, self._before, self._parameters, self._handles,
+            self._waiting,
+        ):  # fmt: skip
+            container.clear()
+        self._on_done = self._on_first = None
+
     def release(self) -> None:
         """Let go of everything; hooks are taken off."""
         for handle in self._handles:

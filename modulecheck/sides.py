@@ -93,7 +93,7 @@ def as_float(loss: Any) -> float:
 class SideCall:
     """One call of a wrapped module; copies only, so that nothing moves when the step goes on."""
 
-    module: nn.Module
+    parameter_names: tuple[str, ...]
     snapshot: Snapshot
     region: RegionGradients
     is_recompute: bool
@@ -147,7 +147,7 @@ class SideCall:
         }
         of_parameters: dict[Key, Tensor] = {
             ("param", name): found["parameter", name]
-            for name, _ in self.module.named_parameters()
+            for name in self.parameter_names
             if ("parameter", name) in found
         }
         return {**of_inputs, **of_outputs, **of_parameters}
@@ -177,7 +177,6 @@ class Side:
         loss: what the step returned; NaN where that was None.
     """
 
-    twin: nn.Module
     calls: dict[str, list[SideCall]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     backward_order: list[str] = field(default_factory=list)
@@ -195,19 +194,20 @@ class Side:
         return self.root_inputs is not None or any(self.calls.values())
 
     def release(self) -> None:
-        """Let go of the copy and of every tensor."""
+        """Let go of every tensor."""
         for call in itertools.chain.from_iterable(self.calls.values()):
             call.release()
         self.calls.clear()
-        self.twin = nn.Identity()
 
 
 class _Recorder:
     """Takes down the calls of one run."""
 
-    def __init__(self, side: Side, *, cast_dtype: Any, limit_hits: list[str]) -> None:
-        self._side, self._cast_dtype, self._limit_hits = side, cast_dtype, limit_hits
-        self._versions = _versions(side.twin)
+    def __init__(
+        self, side: Side, twin: nn.Module, *, cast_dtype: Any, limit_hits: list[str]
+    ) -> None:
+        self._side, self._twin, self._cast_dtype = side, twin, cast_dtype
+        self._limit_hits, self._versions = limit_hits, _versions(twin)
         self._count = itertools.count()
 
     def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
@@ -220,7 +220,7 @@ class _Recorder:
                 output = run(*args, **kwargs)
             if call is not None:
                 call.executions, call.limit_hit = executions[0], len(self._limit_hits) > hits
-                self._after(name, call, output)
+                self._after(name, module, call, output)
                 calls.append(call)
             return output
 
@@ -232,12 +232,12 @@ class _Recorder:
             self._side.order.append(name)
         try:
             return SideCall(
-                module,
+                tuple(key for key, _ in module.named_parameters()),
                 Snapshot.take(module, args, kwargs, cast_dtype=self._cast_dtype),
                 RegionGradients(module, args, kwargs, copies=True),
                 is_recompute=_torch.inside_autograd(),
                 training={key: item.training for key, item in module.named_modules()},
-                moved=self._versions != _versions(self._side.twin),
+                moved=self._versions != _versions(self._twin),
                 started=next(self._count),
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
@@ -245,13 +245,13 @@ class _Recorder:
             return None
 
     @_torch.not_by_dynamo
-    def _after(self, name: str, call: SideCall, output: Any) -> None:
+    def _after(self, name: str, module: nn.Module, call: SideCall, output: Any) -> None:
         try:
             call.random_after = torch.get_rng_state()
             with _torch.no_modes():
                 call.output = trees.rebuilt(output, _frozen)
                 call.after = trees.rebuilt(call.region.arguments, _frozen)
-                buffers = call.module.named_buffers()
+                buffers = module.named_buffers()
                 call.buffers = {key: item.detach().clone() for key, item in buffers}
             call.region.attach(output, on_first=lambda: self._reached(name), on_done=_nothing)
             call.region.forget_inputs()
@@ -318,7 +318,7 @@ def run_side(
     Raises:
         Whatever `run_step` raises; what is no loss is an ArgumentError or an ArgumentTypeError.
     """
-    side = Side(twin)
+    side = Side()
     boundaries: list[Boundary] = []
 
     @_torch.not_by_dynamo
@@ -339,7 +339,7 @@ def run_side(
     with contextlib.ExitStack() as stack:
         stack.enter_context(keeper.one_run(twin))
         limit_hits = stack.enter_context(_torch.recompile_limit_hits())
-        recorder = _Recorder(side, cast_dtype=cast_dtype, limit_hits=limit_hits)
+        recorder = _Recorder(side, twin, cast_dtype=cast_dtype, limit_hits=limit_hits)
         stack.enter_context(_around(original, at_original))
         for target in targets:
             around = recorder.around(target.name, target.module) if target.checked else None
@@ -350,6 +350,8 @@ def run_side(
             loss = run_step(twin)
         if loss is not None:
             side.loss, side.loss_recorded = as_float(loss), True
+    for call in itertools.chain.from_iterable(side.calls.values()):
+        call.region.settle()
     return side
 
 
