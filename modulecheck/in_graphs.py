@@ -56,6 +56,8 @@ def in_inductor(
         return found
     not_reached = next((item.not_reached for item in probes if item.not_reached), "")
     why = not_reached or "no generated kernel is wrong by itself: a pass over the graph is"
+    if any(item.wrong_outputs or item.wrong_inputs for item in probes):
+        why = "every generated kernel is right by itself, what calls them hands on another buffer"
     found = _bisected(place, ladder, "inductor", _with_inductor, why, budget, on_progress)
     return [dataclasses.replace(item, not_reached=not_reached) for item in found]
 

@@ -166,7 +166,29 @@ class _Watch:
         if not judged:
             return None, None
         _, node, compared = min(judged, key=lambda item: item[0])
-        return node, compared
+        earlier = None if name in self._lowered.mutated else self._earlier(node, tensor)
+        return (earlier, None) if earlier is not None else (node, compared)
+
+    def _earlier(self, node: fx.Node, tensor: Tensor) -> fx.Node | None:
+        """The op before `node` whose value the buffer holds, where that is the case.
+
+        Inductor sometimes names a buffer after an op that it fuses into whoever reads the buffer:
+        after the logarithm, of a sum of exponentials. If instead the op was lost, the reader is
+        wrong, or an output at the end.
+        """
+        nodes = between([node], self._known - {node.name})
+        for place in reversed(range(len(nodes) - 1)):
+            other = nodes[place]
+            value = self._values[other.name]
+            if not is_computing(other) or not isinstance(value, Tensor):
+                continue
+            if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                continue
+            leading = between([other], self._known)
+            compared = judge(tensor, value, nodes=leading, name=other.name, values=self._values)
+            if compared.verdict != Verdict.FAIL:
+                return other
+        return None
 
     def _candidates(self, name: str, tensor: Tensor) -> list[fx.Node]:
         """Nodes whose value the buffer may hold by now: its own, or of a later write into it."""
@@ -248,11 +270,13 @@ def _look_at_outputs(
 
 
 def _look_at_inputs(found: Probed, actual: list[Any], expected: list[Any]) -> None:
-    """Inputs after the run: a write that was lost, or one that nobody asked for."""
+    """Inputs that the graph writes, after the run. Others may be reused as memory (donated)."""
     graph = found.captured.lowered_graph.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node, mine, theirs in zip(placeholders, actual, expected, strict=True):
         if not isinstance(theirs, Tensor) or same_bits(mine, theirs):
+            continue
+        if same_bits(theirs, found.values[node.name]):
             continue
         compared = judge(mine, theirs, nodes=[], name=node.name, values={})
         if compared.verdict == Verdict.FAIL:
