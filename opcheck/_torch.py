@@ -422,7 +422,7 @@ class _Originals(TorchDispatchMode):
         # `detach` calls itself with other keys; no view computes anything
         if isinstance(func, torch._ops.OpOverload) and not func.is_view:
             kernel = kernels().original(func._name)
-        if kernel is None or func is self._running:
+        if kernel is None or func is self._running or not _all_on_cpu(args, kwargs):
             return func(*args, **kwargs)
         args = with_number_tensors(func, args)
         earlier, self._running = self._running, func
@@ -431,6 +431,16 @@ class _Originals(TorchDispatchMode):
                 return call_kernel(kernel, args, kwargs)
         finally:
             self._running = earlier
+
+
+def _all_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """False for meta tensors, given or asked for: a CPU kernel would end the process over them."""
+    leaves = tree_leaves((args, kwargs))
+    return all(
+        item.is_cpu if isinstance(item, Tensor) else item.type == "cpu"
+        for item in leaves
+        if isinstance(item, (Tensor, torch.device))
+    )
 
 
 _WIDE = {float: torch.float64, complex: torch.complex128, int: torch.int64, bool: torch.bool}
