@@ -26,10 +26,11 @@ from modulecheck.drilldown import NoReproducer
 from modulecheck.graph_repro import write_graph_repro
 from modulecheck.recording import RecordedCall
 from modulecheck.rerun import Rerun
+from modulecheck.snapshot import RandomState
 from opcheck.errors import ReproError
 from opcheck.runstate import RunState
 
-__all__ = ["write_call_repro"]
+__all__ = ["write_call_repro", "write_repros"]
 
 
 @dataclass
@@ -83,6 +84,45 @@ def _keeper(kept: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
         kept.setdefault(place, grad.detach().clone())
 
     return keep
+
+
+def write_repros(
+    folder: Path, calls: Sequence[RecordedCall], budget: Budget
+) -> tuple[list[str], list[str]]:
+    """A file for each recorded call, without looking for where its fault is born.
+
+    Args:
+        folder: is made.
+        calls: failing ones.
+        budget: of all.
+
+    Returns:
+        The paths, and a sentence for each call that has none.
+    """
+    paths, notes = [], []
+    before = RandomState.now()
+    try:
+        with _torch.no_modes():
+            for call in calls:
+                path, reason = _written(folder, call, budget)
+                if path:
+                    paths.append(path)
+                else:
+                    notes.append(f"no reproducer of {call.fqn or '<root>'}: {reason}")
+    finally:
+        before.restore()
+    return paths, notes
+
+
+def _written(folder: Path, call: RecordedCall, budget: Budget) -> tuple[str, str]:
+    stage = call.backend if isinstance(call.backend, str) else ""
+    found = [Culprit(module=call.fqn, phase=phase, stage=stage) for phase in call.phases]
+    try:
+        return str(write_call_repro(folder, call, found, budget)), ""
+    except NoReproducer as reason:
+        return "", str(reason)
+    except Exception as error:  # noqa: BLE001 - our failure must not cost the result
+        return "", f"writing it failed: {type(error).__name__}: {error}"
 
 
 def write_call_repro(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from modulecheck import _torch
 from modulecheck import report as _report
 from modulecheck.budget import Budget
-from modulecheck.call_repro import write_call_repro
+from modulecheck.call_repro import write_call_repro, write_repros
 from modulecheck.compared import Rule
 from modulecheck.culprit import Culprit
 from modulecheck.drilldown import drill
@@ -34,6 +34,7 @@ from opcheck.errors import ArgumentError, ArgumentTypeError
 __all__ = ["PrecisionChecker"]
 
 Module = TypeVar("Module", bound=nn.Module)
+REPRO_SECONDS = 120.0
 CRITERIA = (None, "calibrated", "allclose")
 
 
@@ -65,6 +66,7 @@ class PrecisionChecker:
         golden: str = "auto",
         record_limit_mb: float = 512.0,
         rank_timeout_s: float = TIMEOUT_S,
+        repro_dir: str | Path | None = None,
     ) -> None:
         """Nothing is compiled yet.
 
@@ -85,14 +87,20 @@ class PrecisionChecker:
             record_limit_mb: memory for copies of failing calls, in MiB, which a drill-down needs;
                 0: keep none.
             rank_timeout_s: seconds that one rank waits for another, where ranks share a model.
+            repro_dir: after the step, write each failing call that was recorded to this folder, as
+                a Python file that runs with torch alone, for at most two minutes; a `drilldown`
+                writes better ones. None: none.
 
         Raises:
             ArgumentError: a value that is not allowed.
-            ArgumentTypeError: cast_dtype is no dtype, backend neither a name nor a callable.
+            ArgumentTypeError: cast_dtype is no dtype, backend neither a name nor a callable,
+                repro_dir no path.
         """
         _validate(backend, threshold, rtol, criterion, cast_dtype, golden)
         _validate_number("record_limit_mb", record_limit_mb)
         _validate_number("rank_timeout_s", rank_timeout_s)
+        if repro_dir is not None and not isinstance(repro_dir, (str, Path)):
+            raise ArgumentTypeError(f"repro_dir: expected a path or None, got {repro_dir!r}")
         changed = threshold != tol.MODULE_ATOL or rtol != tol.MODULE_RTOL
         self.backend, self.threshold, self.rtol = backend, threshold, rtol
         self.dump_graphs, self.graph_dir = dump_graphs, graph_dir
@@ -102,6 +110,7 @@ class PrecisionChecker:
         self.golden = golden
         self.record_limit_mb = record_limit_mb
         self.rank_timeout_s = rank_timeout_s
+        self.repro_dir = repro_dir
         self._selection = Selection()
         self._run: SinglePass | None = None
         self._is_installed = False
@@ -228,7 +237,7 @@ class PrecisionChecker:
             if loss is not None:
                 self._loss = as_float(loss)
             run.finish()
-            return self._result(run)
+            result = self._result(run)
         finally:
             if keep_installed and self._is_installed:
                 run.forget()
@@ -237,6 +246,7 @@ class PrecisionChecker:
                 run.forget()
                 self._run = None
             self._loss = None
+        return self._with_repros(result)
 
     def compare(self, run_step: Callable[[nn.Module], Any], model: nn.Module) -> CompareResult:
         """Run `run_step(model)` and compare; it returns the loss.
@@ -265,6 +275,13 @@ class PrecisionChecker:
         result.loss_eager, result.loss_compiled = run.loss_eager, run.loss_compiled
         result.loss_recorded, result.single_pass = run.loss_recorded, False
         result.loss_verdict, result.loss_reason = run.loss_verdict, run.loss_reason
+        return self._with_repros(result)
+
+    def _with_repros(self, result: CompareResult) -> CompareResult:
+        if self.repro_dir is not None and result.recordings:
+            budget = Budget(seconds=REPRO_SECONDS)
+            result.repros, notes = write_repros(Path(self.repro_dir), result.recordings, budget)
+            result.notes += [f"reproducer: {path}" for path in result.repros] + notes
         return result
 
     def _result(self, run: SinglePass | TwoPass) -> CompareResult:

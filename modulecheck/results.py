@@ -180,6 +180,8 @@ class CompareResult:
     """Why no PASS can be given although nothing failed."""
     nonfinite_module: str = ""
     """The first module whose compiled output was not finite."""
+    repros: list[str] = field(default_factory=list)
+    """Paths of the reproducers that were written."""
     backward_order: list[str] = field(default_factory=list)
     """Names in the order in which backward reached them."""
     show_input: bool = True
