@@ -35,7 +35,7 @@ import opcheck
 from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
 from tests.step_equality import EmptyMode
 
-__all__ = ["DEFAULT_DTYPES", "Sweep", "op_infos", "sweep"]
+__all__ = ["DEFAULT_DTYPES", "Sweep", "cases_of", "op_infos", "sweep"]
 
 DEFAULT_DTYPES = ("float32", "bfloat16", "float16", "complex64", "float64", "int64", "bool")
 _SEED = 20
@@ -96,7 +96,7 @@ def _copy(value: Any) -> Any:
     return copy.requires_grad_(value.requires_grad)
 
 
-def _cases(op: Any, dtype: torch.dtype, *, limit: int | None, backward: bool) -> list[Case]:
+def cases_of(op: Any, dtype: torch.dtype, *, limit: int | None, backward: bool) -> list[Case]:
     """Every call of an op, with arguments of its own; the same at each time of asking."""
     found: list[Case] = []
     _reseed(_SEED)
@@ -346,7 +346,7 @@ def _sweep_entry(
     where = f"{name} {str(dtype).removeprefix('torch.')}"
 
     def run(context: AbstractContextManager[Any]) -> list[tuple[Case, Outcome]]:
-        cases = _cases(op, dtype, limit=limit, backward=backward)
+        cases = cases_of(op, dtype, limit=limit, backward=backward)
         with context:
             return [(case, _run(case, number)) for number, case in enumerate(cases)]
 
