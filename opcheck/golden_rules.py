@@ -22,6 +22,7 @@ __all__ = [
     "ADJUST",
     "COMPARED_OUTPUTS",
     "KEPT_DTYPE",
+    "NOT_MOVED",
     "NO_FLOAT64",
     "NO_GOLDEN",
     "READS_STORAGE",
@@ -75,6 +76,11 @@ KEPT_DTYPE: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Arguments that are not widened."""
+
+NOT_MOVED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"multilabel_margin_loss_backward": frozenset({"is_target"})}
+)
+"""Floating arguments that are flags: the kernel refuses what lies beside 0 and 1."""
 
 NO_GOLDEN = frozenset({"nextafter", "nextafter_", "_amp_update_scale", "_amp_update_scale_"})
 """Ops that mean something in their own dtype only."""

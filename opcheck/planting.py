@@ -32,6 +32,7 @@ _WRONG_DTYPE = MappingProxyType(
         torch.bool: torch.uint8,
     }
 )
+_NO_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)
 _HALF = (torch.float16, torch.bfloat16)
 _BIAS_OF = MappingProxyType(
     {"addmm": "self", "addmv": "self", "convolution": "bias", "native_layer_norm": "bias"}
@@ -225,7 +226,7 @@ def _wrapped(subject: Subject) -> Tensor | None:
 
 def _off_by_one(subject: Subject) -> Tensor | None:
     value = subject.value
-    if _inexact(value) or not value.numel():
+    if _inexact(value) or not value.numel() or value.dtype in _NO_ARITHMETIC:
         return None
     flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     flat[-1] = ~flat[-1] if value.dtype == torch.bool else flat[-1] + 1

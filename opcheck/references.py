@@ -25,6 +25,7 @@ from opcheck.golden_rules import (
     KEPT_DTYPE,
     NO_FLOAT64,
     NO_GOLDEN,
+    NOT_MOVED,
     READS_STORAGE,
     SCALARS_IN_FLOAT32,
     Bound,
@@ -218,7 +219,8 @@ class Reference:
         if not _is_inexact(dtype) and self.integers_become_floats:
             # the op casts them first and rounds from there on: sinc(3) is pi's rounding alone
             dtype = self.call.out_dtype
-        if not _is_inexact(dtype) or self.call.before_groups:
+        is_flag = param.name in NOT_MOVED.get(self.call.traits.base, ())
+        if is_flag or not _is_inexact(dtype) or self.call.before_groups:
             return wide
         values = wide.detach().numpy()
         flat = np.ascontiguousarray(values).reshape(-1)

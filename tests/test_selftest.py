@@ -126,3 +126,28 @@ def test_an_op_that_returns_another_dtype_fails(tmp_path):
         nn.functional.gelu(ones)
     assert session.verdict == "FAIL"
     assert "dtype torch.float64, expected torch.float32" in session.failures[0].reason
+
+
+def test_a_wrong_result_is_found_where_moved_inputs_are_refused(tmp_path):
+    """Flags of 0 and 1 that are no flags any more once they are moved by a rounding."""
+    from tests.faults import planted
+
+    x = torch.randn(4, 5, requires_grad=True)
+    target = torch.tensor([[1, 3, -1, 0, 0]] * 4)
+
+    def step() -> None:
+        nn.functional.multilabel_margin_loss(x, target).backward()
+
+    def make_wrong(original: Any) -> Any:
+        return lambda *args: original(*args) * 1.01
+
+    with (
+        planted("aten.multilabel_margin_loss_backward.default", make_wrong),
+        opcheck.check(log_dir=tmp_path, quiet=True, selftest=True) as session,
+    ):
+        step()
+    assert session.verdict == "FAIL"
+    with opcheck.check(log_dir=tmp_path, quiet=True, selftest=True) as clean:
+        step()
+    assert clean.verdict == "PASS"
+    assert not clean.selftest().errors
