@@ -50,6 +50,7 @@ __all__ = [
     "dispatch_key_of",
     "graph_task_keeps_graph",
     "held_tensors",
+    "is_innermost",
     "is_plain_tensor",
     "kernels",
     "leave_references",
@@ -201,6 +202,12 @@ class as_in_the_step(outside_everything):  # noqa: N801 - as above
 def active_modes() -> list[Any]:
     """The dispatch modes that a call of this thread goes through, innermost last."""
     return list(_mode_stack())
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """True for the mode that a call of this thread reaches first; False inside of its handler."""
+    stack = _mode_stack()
+    return bool(stack) and stack[-1] is mode
 
 
 @contextlib.contextmanager

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from opcheck._torch import TorchDispatchMode, unwraps_itself, without_modes_above
+from opcheck._torch import (
+    TorchDispatchMode,
+    is_innermost,
+    unwraps_itself,
+    without_modes_above,
+)
 from opcheck.switch import SWITCH, Observer
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ class CheckMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
         self._pid = os.getpid()
+        self._has_left = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -31,6 +37,7 @@ class CheckMode(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         """Watch this thread, or, when Ctrl-C comes in the middle, leave nothing behind."""
+        self._has_left = False
         try:
             super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
@@ -41,11 +48,23 @@ class CheckMode(TorchDispatchMode):
 
     def __exit__(self, *exc: object) -> None:
         """Leave, also from below modes that were entered later (generators, async tasks)."""
+        if self._has_left:
+            return
         with without_modes_above(self) as take_off:
             try:
                 super().__exit__(*exc)  # type: ignore[no-untyped-call]
             finally:
                 take_off()  # Ctrl-C may have come before the mode was taken off
+
+    def leave(self) -> bool:
+        """Get off the stack before the context ends; True when nothing is seen from now on.
+
+        Only from the top: a mode that was entered later keeps its place, and so does this one.
+        """
+        if not self._has_left and is_innermost(self):
+            self.__exit__(None, None, None)
+            self._has_left = True
+        return self._has_left
 
     def __torch_dispatch__(
         self,

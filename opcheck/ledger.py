@@ -18,10 +18,12 @@ Place = tuple[str, str, Any]
 
 
 class _SignatureCount:
-    __slots__ = ("attempts", "calls", "checked", "reasons")
+    __slots__ = ("attempts", "calls", "checked", "last_step", "num_steps", "reasons")
 
     def __init__(self) -> None:
         self.calls = 0
+        self.num_steps = 0
+        self.last_step = -1
         self.checked = 0
         self.attempts = 0
         """Checked, or crashed while checking: what the budget counts."""
@@ -41,6 +43,8 @@ class Ledger:
         self.elements_checked = 0
         self.elements_sampled = 0
         self.check_seconds = 0.0
+        self.stopped_at: int | None = None
+        """Index of the last call that was counted before the session stopped looking."""
         self.skipped: Counter[SkipReason] = Counter()
         self._signatures: defaultdict[Signature, _SignatureCount] = defaultdict(_SignatureCount)
         self._this_step: dict[Place, int] = {}
@@ -68,7 +72,20 @@ class Ledger:
         """The counts of a computing signature, one call more."""
         counts = self._signatures[signature]
         counts.calls += 1
+        if counts.last_step != self.steps:
+            counts.last_step = self.steps
+            counts.num_steps += 1
         return counts
+
+    def comes_back(self, max_checks: int | None, *, within: int) -> bool:
+        """True for a signature with checks left that came in several steps, lately too."""
+        return any(
+            counts.num_steps > 1
+            and counts.attempts
+            and (max_checks is None or counts.attempts < max_checks)
+            and counts.last_step >= self.steps - within
+            for counts in self._signatures.values()
+        )
 
     def counts_of(self, signature: Signature) -> _SignatureCount:
         """The counts of a signature."""
@@ -158,6 +175,7 @@ class Ledger:
             unchecked_signatures=tuple(sorted(unchecked, key=lambda item: -item.calls)),
             calls=self._call_counts(),
             steps=self.steps + bool(self._this_step),
+            counting_stopped_at=self.stopped_at,
             check_seconds=self.check_seconds,
         )
 

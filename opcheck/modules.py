@@ -148,6 +148,8 @@ class ModuleTracker:
             if threading.get_ident() != self._thread:
                 return  # of a thread that this session does not see
             self._begin_forward()
+            if not self._removers:  # the session has seen enough, and left
+                return
         self.locate()  # a node made since the last call is the caller's, not this module's
         fqn = self._names.get(module)
         if fqn is None:

@@ -28,6 +28,7 @@ from opcheck.followers import Followers
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.large import judge_large, prepare_large
+from opcheck.leaving import Exhaustion
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
@@ -95,6 +96,7 @@ class Pipeline:
         self._followers = Followers(settings)
         self._births = Births()
         self._declared = DeclaredDtypes()
+        self._exhaustion = Exhaustion(settings)
         self.planter = Planter() if settings.selftest else None
 
     # ---- told by the mode ----
@@ -505,7 +507,18 @@ class Pipeline:
         with self.lock:
             self.release()
             self.step += 1
+            self._exhaustion.step_ended(self.ledger)
             self.ledger.end_step()
+
+    @property
+    def is_used_up(self) -> bool:
+        """Nothing of the step that begins now would be checked: nobody need look."""
+        return self._exhaustion.is_over(self.step)
+
+    def stop_counting(self) -> None:
+        """From now on nobody looks; said once, for the first call that was not seen."""
+        if self.ledger.stopped_at is None:
+            self.ledger.stopped_at = max(0, self.ledger.seen - 1)
 
     def compiled_region_ran(self) -> None:
         """Inductor code ran: one call that nobody can look into."""

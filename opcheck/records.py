@@ -69,6 +69,8 @@ class SkipReason(str, Enum):
     SIDE_EFFECT = "side_effect"
     """Running the op again would do something outside the step (collectives, profiler marks)."""
     BUDGET_USED_UP = "budget_used_up"
+    OUT_OF_TIME = "out_of_time"
+    """Checking it would have taken more than `max_overhead` leaves."""
     ALREADY_LOGGED = "already_logged"
     """`log_once`: a registered kernel is not checked again after its first logged failure."""
     TOO_LARGE = "too_large"
@@ -315,6 +317,7 @@ class Coverage:
     unchecked_signatures: tuple[UncheckedSignature, ...] = ()
     calls: tuple[CallCount, ...] = ()
     counting_stopped_at: int | None = None
+    """Index of the last call before the session stopped looking: every budget was used up."""
     steps: int = 0
     check_seconds: float = 0.0
     """Time spent in checking, beside the step's own."""

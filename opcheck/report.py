@@ -99,6 +99,7 @@ def _quoted(path: str | Path) -> str:
 def _of_what(run: Run) -> str:
     coverage = run.coverage
     failed = f"{run.num_failed:,} failed, " if run.num_failed else ""
+    stopped = coverage.counting_stopped_at
     if not run.finished:
         return f"{failed}{coverage.checked:,} calls checked, how many were seen is not known"
     signatures = ""
@@ -107,7 +108,8 @@ def _of_what(run: Run) -> str:
             f" ({coverage.signatures_checked:,} of {coverage.signatures_seen:,}"
             " computing signatures)"
         )
-    return f"{failed}{coverage.checked:,} of {coverage.seen:,} calls checked{signatures}"
+    later = "" if stopped is None else f"; counting stopped after call {stopped:,}"
+    return f"{failed}{coverage.checked:,} of {coverage.seen:,} calls checked{signatures}{later}"
 
 
 def _head(run: Run, style: Style) -> list[str]:
@@ -127,6 +129,10 @@ def _head(run: Run, style: Style) -> list[str]:
         facts.append(f"started {style.text(started, 40)}")
     if facts:
         lines += style.wrap(", ".join(facts), "  ")
+    stopped = run.coverage.counting_stopped_at
+    if stopped is not None:
+        text = f"counting stopped after call {stopped:,}: every budget was used up, and nothing"
+        lines += style.wrap(f"{text} later is seen (max_checks, num_steps)", "    ", "  ")
     if run.where is not None and str(run.where):
         lines += style.wrap(f"only {style.text(run.where)}; verdict and coverage: whole run", "  ")
     for warning in run.warnings:
@@ -383,6 +389,7 @@ _SKIP_WORDS = {
     SkipReason.NO_CPU_KERNEL: "no kernel for the CPU to compare with",
     SkipReason.SIDE_EFFECT: "running it again would act outside the step",
     SkipReason.BUDGET_USED_UP: "its signature was checked max_checks times",
+    SkipReason.OUT_OF_TIME: "checking it would have exceeded max_overhead",
     SkipReason.ALREADY_LOGGED: "log_once: it has failed before",
     SkipReason.TOO_LARGE: "a tensor above max_numel",
     SkipReason.UNWRAPPED: "of a wrapper tensor; the calls on what it holds follow",
@@ -428,11 +435,6 @@ def _coverage(run: Run, style: Style) -> list[str]:
     rows = [[f"{count:,}", reason.value, _SKIP_WORDS[reason]] for reason, count in ordered if count]
     if rows:
         lines += style.table(["skipped", "reason", "meaning"], rows, numbers=frozenset({"skipped"}))
-    if coverage.counting_stopped_at is not None:
-        text = (
-            f"counting stopped after call {coverage.counting_stopped_at:,}: nothing later is seen"
-        )
-        lines += style.wrap(text, "    ", "  ")
     if coverage.check_seconds:
         lines.append(f"  {coverage.check_seconds:.2f} s spent checking, beside the step's own time")
     return lines

@@ -179,6 +179,9 @@ class Session:
         self._header: dict[str, Any] | None = None
         self._callback_error: BaseException | None = None
         self._exits: contextlib.ExitStack | None = None
+        self._mode: CheckMode | None = None
+        self._num_written = -1
+        """Calls seen when the coverage was written last."""
         self._entered_by = (0, 0)
         """Process and thread."""
         self._tracker = ModuleTracker(
@@ -333,8 +336,9 @@ class Session:
                 _torch.compiled_regions.listening(self._pipeline.compiled_region_ran)
             )
             exits.enter_context(SWITCH.session(self._pipeline))
-            exits.enter_context(CheckMode(self._pipeline))
+            self._mode = exits.enter_context(CheckMode(self._pipeline))
             self._entered_by = os.getpid(), threading.get_ident()
+            self._leave_early()
             self._exits = exits.pop_all()
         return self
 
@@ -345,7 +349,7 @@ class Session:
             raise RuntimeError(
                 "this session was entered by another thread, whose calls it sees; leave it there"
             )
-        exits, self._exits = self._exits, None
+        exits, self._exits, self._mode = self._exits, None, None
         if exits is None:
             return
         with exits:
@@ -365,8 +369,12 @@ class Session:
             self._raise_what_waited()
 
     def _write_coverage(self) -> None:
+        num_seen = self._pipeline.ledger.seen
+        if self._num_written == num_seen:  # entered again with nothing left to see
+            return
         try:
             self._files.coverage(self.coverage, self.run_id, self.rank)
+            self._num_written = num_seen
         except Exception as error:  # noqa: BLE001 - our crash must not be the user's
             self._files.note(error)
 
@@ -381,6 +389,18 @@ class Session:
         """End the present step; where an optimizer runs, steps are told apart without this."""
         if self._pipeline.ledger.has_calls_in_step:
             self._pipeline.end_step()
+        self._leave_early()
+
+    def _leave_early(self) -> None:
+        """Where every budget is used up, see no more calls: they would cost time for nothing."""
+        mode = self._mode
+        if mode is None or not self._pipeline.is_used_up:
+            return
+        if self._entered_by != (os.getpid(), threading.get_ident()) or not mode.leave():
+            return
+        self._mode = None
+        self._tracker.remove()
+        self._pipeline.stop_counting()
 
     def _say(self) -> None:
         try:

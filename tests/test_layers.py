@@ -45,6 +45,7 @@ LAYERS = {
             "certificate",
             "export",
             "kernel_inputs",
+            "leaving",
             "nonfinite",
             "repeats",
             "repro_files",
