@@ -7,20 +7,15 @@ here, and only one that shows the fault stays.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import importlib.util
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
-
 from modulecheck import _inductor, _torch
 from modulecheck.budget import Budget
+from modulecheck.call_graphs import CapturedGraph, graphs_of, state_of
 from modulecheck.culprit import Culprit
 from modulecheck.drilldown import NoReproducer
 from modulecheck.graph_repro import write_graph_repro
@@ -28,62 +23,8 @@ from modulecheck.recording import RecordedCall
 from modulecheck.rerun import Rerun
 from modulecheck.snapshot import RandomState
 from opcheck.errors import ReproError
-from opcheck.runstate import RunState
 
 __all__ = ["write_call_repro", "write_repros"]
-
-
-@dataclass
-class _Captured:
-    """One graph, and its first run."""
-
-    graph: fx.GraphModule
-    inputs: list[Any] = field(default_factory=list)
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    """By place of the output."""
-    random_state: Tensor | None = None
-    """Before the run, where it draws random numbers."""
-    has_run: bool = False
-
-
-class _Tap:
-    """A backend that runs graphs op by op and keeps them."""
-
-    def __init__(self) -> None:
-        self.captured: list[_Captured] = []
-
-    def __call__(self, graph: fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
-        entry = _Captured(copy.deepcopy(graph))
-        self.captured.append(entry)
-
-        def run(*args: Any) -> Any:
-            if entry.has_run:
-                return graph(*args)
-            entry.has_run = True
-            entry.inputs = [_own(item) for item in args]
-            before = torch.get_rng_state()
-            out = graph(*args)
-            if not torch.equal(before, torch.get_rng_state()):
-                entry.random_state = before
-            for place, item in enumerate(out if isinstance(out, (list, tuple)) else [out]):
-                if isinstance(item, Tensor) and item.grad_fn is not None:
-                    item.register_hook(_keeper(entry.grads, place))
-            return out
-
-        return run
-
-
-def _own(item: Any) -> Any:
-    if not isinstance(item, Tensor):
-        return item
-    return _inductor.strided_copy(item.detach()).requires_grad_(item.requires_grad)
-
-
-def _keeper(kept: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    def keep(grad: Tensor) -> None:
-        kept.setdefault(place, grad.detach().clone())
-
-    return keep
 
 
 def write_repros(
@@ -149,19 +90,18 @@ def write_call_repro(
     raise NoReproducer("; ".join(dict.fromkeys(reasons)) or "Dynamo captured no graph")
 
 
-def _captured(call: RecordedCall, budget: Budget) -> list[_Captured]:
+def _captured(call: RecordedCall, budget: Budget) -> list[CapturedGraph]:
     if not budget.allows_compile("the graph for a reproducer"):
         raise NoReproducer("the budget was used up")
-    tap = _Tap()
-    outcome = Rerun(call).compiled(tap)
-    if outcome.problem:
-        raise NoReproducer(f"the call raised when its graph was taken: {outcome.problem}")
-    return [entry for entry in tap.captured if entry.has_run]
+    try:
+        return graphs_of(Rerun(call))
+    except ReproError as reason:
+        raise NoReproducer(str(reason)) from reason
 
 
 def _tried(
     folder: Path,
-    entry: _Captured,
+    entry: CapturedGraph,
     call: RecordedCall,
     culprits: Sequence[Culprit],
     budget: Budget,
@@ -184,7 +124,7 @@ def _tried(
 
 def _write(
     folder: Path,
-    entry: _Captured,
+    entry: CapturedGraph,
     call: RecordedCall,
     culprits: Sequence[Culprit],
     backend: Any,
@@ -210,23 +150,8 @@ def _write(
         grads=entry.grads,
         facts=facts,
         dynamic=dynamic,
-        state=_state_of(call),
+        state=state_of(call),
         random_state=entry.random_state,
-    )
-
-
-def _state_of(call: RecordedCall) -> RunState:
-    snapshot = call.snapshot
-    autocast = [
-        (item.device, str(item.dtype).removeprefix("torch."))
-        for item in snapshot.autocast
-        if item.enabled
-    ]
-    return dataclasses.replace(
-        RunState.now(),
-        grad_enabled=snapshot.grad_enabled,
-        inference=snapshot.inference,
-        autocast=tuple(autocast),
     )
 
 

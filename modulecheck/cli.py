@@ -69,6 +69,11 @@ def _add_tensors(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="which groups to write as .npy files",
     )
     parser.add_argument("--dump-path", default="tensor_dump", metavar="FOLDER")
+    parser.add_argument(
+        "--repro-dir",
+        metavar="FOLDER",
+        help="write what differs first as a Python file that needs torch alone",
+    )
     parser.set_defaults(command=_tensors)
 
 
@@ -76,7 +81,9 @@ def _tensors(chosen: argparse.Namespace) -> int:
     from modulecheck.tensor_dump import DumpMode
     from modulecheck.tensors import TensorChecker
 
-    checker = TensorChecker.load(chosen.a, chosen.b, keep="stats", exclude=chosen.exclude)
+    checker = TensorChecker.load(
+        chosen.a, chosen.b, keep="stats", exclude=chosen.exclude, repro_dir=chosen.repro_dir
+    )
     checker.check(
         chosen.criterion,
         rtol=chosen.rtol,

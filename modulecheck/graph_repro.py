@@ -8,27 +8,20 @@ kernel, are all such graphs.
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, fx
 
 from modulecheck import _torch
-from modulecheck.compared import Array, References
 from modulecheck.fx_text import GraphText, spell_graph
-from modulecheck.trial import LIMITS, SENSITIVE_DRAWS, Trial
+from modulecheck.graph_limits import GraphRule, Result, graph_limits, loaded
 from opcheck import tolerances as tol
-from opcheck.arrays import spacing_of
 from opcheck.errors import ReproError
 from opcheck.packing import Packed, View, map_tree, pack
-from opcheck.references import host_array
 from opcheck.repro_files import free_stem, write_repro
 from opcheck.repro_limits import Limit
 from opcheck.repro_text import Registered, Tensors, frame, identifier, spell_value
@@ -37,10 +30,6 @@ from opcheck.runstate import RunState
 __all__ = ["DEFAULT_REPRO_BYTES", "Result", "write_graph_repro"]
 
 DEFAULT_REPRO_BYTES = 1 << 28
-
-Result = tuple[str, int]
-"""("output", place) or ("grad_input", place): an output of the graph, or the gradient of one of its
-inputs."""
 
 
 def write_graph_repro(
@@ -97,13 +86,13 @@ def write_graph_repro(
         writer = _Writer.of(graph, given, backend, dynamic=dynamic)
         writer.state = state or writer.state
         writer.registered = registered
-        rule = _Rule(criterion, atol, rtol, tuple(failed), by_golden=backend == "eager")
+        rule = GraphRule(criterion, atol, rtol, tuple(failed), by_golden=backend == "eager")
         head = {"stage": stage, "backend": writer.backend_text, **(facts or {})}
         head = {key: value for key, value in head.items() if value}
         with tempfile.TemporaryDirectory() as scratch:
             text, tensors = writer.text(head, [])
             path = write_repro(Path(scratch), "graph", text, tensors, max_bytes=max_bytes)
-            limits = _limits(_loaded(path), rule)
+            limits = graph_limits(loaded(path), rule)
         text, tensors = writer.text(head, limits)
         stem = free_stem(folder, name)
         return write_repro(folder, stem, text, tensors, max_bytes=max_bytes)
@@ -325,130 +314,3 @@ def main(argv=None):
     actual = compute(model, False)
     del kernels
     return verdict(limits(), actual, expected, beside)'''
-
-
-# ---- limits -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    criterion: str
-    atol: float
-    rtol: float
-    failed: tuple[Result, ...]
-    by_golden: bool
-
-
-def _loaded(path: Path) -> ModuleType:
-    """The written file as a module: what it computes is what its limits are worked out from."""
-    spec = importlib.util.spec_from_file_location("graph_repro_scratch", path)
-    if spec is None or spec.loader is None:
-        raise ReproError(f"{path}: cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _limits(module: ModuleType, rule: _Rule) -> list[Limit]:
-    before = torch.get_rng_state()
-    try:
-        eager = module.in_eager()
-        golden = _golden(module, len(eager))
-        wants = module.WANTS_GRAD
-        names: list[Result] = [("output", place) for place in range(len(eager) - len(wants))]
-        names += [("grad_input", place) for place in wants]
-        moved = _Moved(module)
-        return [
-            _limit(name, place, eager[place], golden, moved, rule)
-            for place, name in enumerate(names)
-        ]
-    finally:
-        torch.set_rng_state(before)
-
-
-def _golden(module: ModuleType, count: int) -> list[Any] | None:
-    try:
-        found: list[Any] = module.in_float64()
-    except Exception:  # noqa: BLE001 - many programs do not run in float64; eager judges then
-        return None
-    return found if len(found) == count else None
-
-
-class _Moved:
-    """The graph in float64 on inputs that are off by one unit in the last place."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._draws: dict[int, list[Any]] = {}
-
-    def __call__(self, draw: int) -> list[Any]:
-        if draw not in self._draws:
-            rng = np.random.default_rng((0, draw))
-            narrow = self._module.tensors("cpu", wide=False)[0]
-
-            def change(given: list[Any]) -> list[Any]:
-                return [_nudged(item, like, rng) for item, like in zip(given, narrow, strict=True)]
-
-            self._draws[draw] = self._module.in_float64(change)
-        return self._draws[draw]
-
-
-def _nudged(item: Any, like: Any, rng: np.random.Generator) -> Any:
-    if not isinstance(item, Tensor) or not item.is_floating_point():
-        return item
-    values = host_array(item)
-    flat = np.ascontiguousarray(values, dtype=np.float64).reshape(-1)
-    step = np.where(np.isfinite(flat), spacing_of(flat, _real_name(like.dtype)), 0.0)
-    signs = rng.integers(0, 2, size=flat.shape, dtype=np.int8) * 2 - 1
-    new = torch.from_numpy((flat + step * signs).reshape(values.shape))
-    with torch.no_grad():
-        return item.copy_(new)
-
-
-def _real_name(dtype: torch.dtype) -> str:
-    real = {torch.complex64: "float32", torch.complex128: "float64"}.get(dtype)
-    name = real or str(dtype).removeprefix("torch.")
-    return name if name in tol.EPS else "float16"
-
-
-def _limit(
-    name: Result, place: int, eager: Any, golden: list[Any] | None, moved: Callable[[int], Any],
-    rule: _Rule,
-) -> Limit:  # fmt: skip
-    label = f"{'output' if name[0] == 'output' else 'gradient of input'} {name[1]}"
-    if (rule.failed and name not in rule.failed) or not isinstance(eager, Tensor):
-        return {"name": label, "rule": "none"}
-    head: Limit = {"name": label, "shape": tuple(eager.shape), "dtype": str(eager.dtype)}
-    if not (eager.is_floating_point() or eager.is_complex()):
-        return {**head, "rule": "exact"}
-    if rule.criterion == "allclose":
-        return {**head, "rule": "allclose", "atol": rule.atol, "rtol": rule.rtol}
-    array = host_array(eager)
-    wide = None
-    if golden is not None and isinstance(golden[place], Tensor):
-        wide = host_array(golden[place])
-        wide = wide if wide.shape == array.shape else None
-    draws = (
-        [host_array(moved(k)[place]) for k in range(SENSITIVE_DRAWS)] if wide is not None else []
-    )
-    return {**head, **_granted(array, wide, draws, _real_name(eager.dtype), rule)}
-
-
-def _granted(
-    eager: Array, golden: Array | None, draws: list[Array], dtype: str, rule: _Rule
-) -> Limit:
-    limit: Limit = {"rule": "within", "overflow": tol.ROUNDS_TO_INF[dtype]}
-    references = References(golden=lambda: golden, moved=lambda k: draws[k] if draws else None)
-    with np.errstate(all="ignore"):
-        trial = Trial.of(eager, eager, golden, dtype, references)
-        if not trial.golden.size:
-            return {**limit, "allowed": 0.0}
-        moved = trial.sensitivity(references.moved, len(draws))
-        apart = trial.apart() or golden is None
-        sides = (trial.eager, trial.eager) if apart else (trial.eager, trial.golden)
-        if rule.by_golden:
-            apart, sides = False, (trial.golden, trial.golden)
-        found = trial.measure(*sides, moved)
-    allowed = np.zeros(trial.keep.size)
-    allowed[trial.keep] = found.allowed * LIMITS[dtype].q
-    return {**limit, "allowed": allowed, **({"by_dtype": True} if apart else {})}

@@ -224,6 +224,10 @@ class ModelHooks:
         _remove_all(self.handles)
         self._checker.remove_model(self.side)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        """A copy of a module has our hooks, too; they are those of the module."""
+        return self
+
     # ---- hooks ----
 
     def _before_fused(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -240,7 +244,7 @@ class ModelHooks:
             self._after(module, args, kwargs, out)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.compiler.is_compiling() or inside_autograd():
+        if torch.compiler.is_compiling() or inside_autograd() or module not in self._watched:
             return
         frames = self._checker.running.frames
         if module is self.model():  # an interrupt may have left some
@@ -251,6 +255,7 @@ class ModelHooks:
             self._guarded(self._enter, frame, frames)
         frames.append(frame)
         if frame.site is not None:
+            self._checker.keep_call(self.side, frame.site, module, args, kwargs)
             self._guarded(self._add_inputs, frame.site, [*enumerate(args), *kwargs.items()])
 
     def _enter(self, frame: _Frame, frames: Sequence[_Frame]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from modulecheck.tensor_compare import Comparison, Criterion, compare
-from modulecheck.tensor_groups import Group
+from modulecheck.tensor_groups import Entry, Group
 from modulecheck.tensor_records import TensorRecord
 from modulecheck.tensor_rule import COARSENESS, coarsest
 from opcheck.errors import ArgumentError
 from opcheck.records import Verdict
 
-__all__ = ["judge_group"]
+__all__ = ["judge_group", "precision_of"]
 
 
 def judge_group(
@@ -30,8 +30,7 @@ def judge_group(
         reference = entries[0].stored.load()
         found_any = False
         for entry, side in zip(entries[1:], group.names[1:], strict=True):
-            known = [given, entries[0].precision, entry.precision]
-            coarse = coarsest(*known) if any(known) else None
+            coarse = _coarse(given, entries[0], entry)
             one = compare(reference, entry.stored.load(), criterion, precision=coarse)
             if not found_any or (found.passed and not one.passed):
                 found, found_any = one, True
@@ -65,6 +64,20 @@ def judge_group(
         atol=criterion.atol,
         word=criterion.word,
     )
+
+
+def precision_of(reference: Entry, entry: Entry, precision: Any = None) -> str | None:
+    """The coarsest dtype that one side of a pair has shown or that is given; None: none is known.
+
+    Raises:
+        ArgumentError: `precision` names no floating dtype.
+    """
+    return _coarse(_precision_name(precision), reference, entry)
+
+
+def _coarse(given: str | None, reference: Entry, entry: Entry) -> str | None:
+    known = [given, reference.precision, entry.precision]
+    return coarsest(*known) if any(known) else None
 
 
 def _devices(group: Group) -> list[str]:

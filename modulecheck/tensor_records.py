@@ -128,6 +128,10 @@ class TensorCheckResult:
     rtol: float = 0.0
     atol: float = 0.0
     sides: tuple[str, ...] = ()
+    repros: tuple[str, ...] = ()
+    """Paths of the reproducers that were written."""
+    repro_notes: tuple[str, ...] = ()
+    """Why one was not."""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.PASS

@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from modulecheck.tensor_calls import CallKey, KeptCall
 from modulecheck.tensor_groups import Entry, tag_matches
 from modulecheck.tensor_records import Site, TensorCheckResult
 from modulecheck.tensor_store import Held, Scratch, Stored, holds
@@ -20,11 +24,19 @@ __all__ = ["TensorRegistry"]
 class TensorRegistry:
     """Collects snapshots under tags; holds no graph and no memory of the user's."""
 
-    def __init__(self, *, keep: str = "all", quiet: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        keep: str = "all",
+        quiet: bool = False,
+        repro_dir: str | Path | None = None,
+    ) -> None:
         if keep not in ("all", "stats"):
             raise ArgumentError(f"keep: expected 'all' or 'stats', got {keep!r}")
         self.keep = keep
         self.quiet = quiet
+        self.repro_dir = repro_dir
+        """Where a check that fails writes reproducers; None: nowhere."""
         self.generation = 0
         """Grows with every `clear()`."""
         self.running = _Running()
@@ -46,6 +58,7 @@ class TensorRegistry:
         self._not_registered: dict[str, str] = {}
         self._unseen_outputs: set[str] = set()
         self._excluded = 0
+        self._kept_calls: dict[CallKey, KeptCall] = {}
         if self._closer is not None:
             self._closer()
         self._scratch: Scratch | None = None
@@ -148,6 +161,14 @@ class TensorRegistry:
                 side: names for side, names in self._module_names.items() if side in alive
             }
             self._sides = [side for side in self._sides if side in alive]
+
+    def keep_call(self, side: str, site: Site, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep what a module is about to get, where a reproducer may need it."""
+        if self.repro_dir is None or self.keep != "all":
+            return
+        kept = KeptCall.take(module, args, kwargs)
+        with self._lock:
+            self._kept_calls[side, site.module, site.call] = kept
 
     # ---- models (used by module_register_tensor_checker) ----
 

@@ -67,6 +67,7 @@ def report_lines(result: TensorCheckResult, *, width: int | None = None) -> list
     lines += _findings(result, style)
     lines += _unmatched(result, style)
     for title, items in (
+        ("reproducers (opcheck replay FILE runs one)", (*result.repros, *result.repro_notes)),
         ("crashes of the checker", result.problems),
         ("not registered", tuple(f"{tag}: {kind}" for tag, kind in result.not_registered)),
     ):

@@ -16,7 +16,16 @@ import numpy.typing as npt
 from opcheck import tolerances as tol
 from opcheck.verdicts import Outcome, Rule, judge_golden, rms
 
-__all__ = ["COARSENESS", "Limits", "coarsest", "components", "judge_calibrated"]
+__all__ = [
+    "COARSENESS",
+    "Limits",
+    "allowed_errors",
+    "coarsest",
+    "components",
+    "judge_calibrated",
+    "limits_for",
+    "rule_dtype",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -71,22 +80,36 @@ def coarsest(*dtypes: str | None) -> str:
     return order[max(places)] if places else "float32"
 
 
-def judge_calibrated(actual: Array, reference: Array, precision: str) -> tuple[Outcome, Array]:
-    """The rule for two implementations, no float64 run at hand: element, rms, scale."""
-    eps = COARSENESS[precision]
-    is_fine = precision in ("float64", "float32")
-    limits = LIMITS if is_fine else LIMITS_HALF
+def limits_for(precision: str) -> Limits:
+    """Of a dtype's name."""
+    return LIMITS if precision in ("float64", "float32") else LIMITS_HALF
+
+
+def allowed_errors(reference: Array, precision: str) -> Array:
+    """The error that each element (each component of a complex one) may have; flat float64."""
     expected = components(reference).astype(np.float64)
     size = np.absolute(np.where(np.isfinite(expected), expected, 0.0))
-    typical = _typical(size)
-    rule_dtype = precision if precision in tol.EPS else "bfloat16"
-    allowed = limits.element * eps * np.maximum(size, typical) + tol.ALLOWED_UNDERFLOW[rule_dtype]
-    shape = reference.shape
+    least = tol.ALLOWED_UNDERFLOW[rule_dtype(precision)]
+    step = limits_for(precision).element * COARSENESS[precision]
+    allowed: Array = step * np.maximum(size, _typical(size)) + least
+    return allowed
+
+
+def rule_dtype(precision: str) -> str:
+    """The dtype whose range applies; 8-bit ones have that of bfloat16."""
+    return precision if precision in tol.EPS else "bfloat16"
+
+
+def judge_calibrated(actual: Array, reference: Array, precision: str) -> tuple[Outcome, Array]:
+    """The rule for two implementations, no float64 run at hand: element, rms, scale."""
+    allowed = allowed_errors(reference, precision)
     bound = allowed.reshape(-1, 2).min(axis=1) if reference.dtype.kind == "c" else allowed
-    rule = Rule(dtype=rule_dtype, bound=bound.reshape(shape))
+    rule = Rule(dtype=rule_dtype(precision), bound=bound.reshape(reference.shape))
     outcome = judge_golden(actual, reference, perturbed=None, rule=rule)
+    expected = components(reference).astype(np.float64)
     if not outcome.passed or expected.size < tol.MIN_ELEMENTS:
         return outcome, allowed
+    eps, limits = COARSENESS[precision], limits_for(precision)
     return _whole_tensor(outcome, components(actual), expected, eps, limits), allowed
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from modulecheck.tensor_origins import module_findings
 from modulecheck.tensor_records import TensorCheckResult, TensorRecord, overall
 from modulecheck.tensor_registry import TensorRegistry
 from modulecheck.tensor_report import printed_line, report_lines
+from modulecheck.tensor_repro import Checked, write_tensor_repros
 from opcheck.errors import ArgumentError, ArgumentTypeError
 from opcheck.printing import style_for
 from opcheck.records import Verdict
@@ -50,6 +52,9 @@ class TensorChecker(TensorRegistry):
         keep: "all" keeps every tensor in memory. "stats" keeps the first one of a tag in a scratch
             file, compares the next as it comes, and lets it go unless it differs.
         quiet: print nothing; `result` has everything.
+        repro_dir: a check that fails writes a Python file there, which needs torch alone, for each
+            module where a difference was born. With `keep="all"` what modules get is then kept a
+            second time, so that the file can run the code of both sides.
     """
 
     # ---- checking ----
@@ -145,10 +150,27 @@ class TensorChecker(TensorRegistry):
                 dumper.add(group, record.verdict)
                 records.append(record)
             dumper.finish()
-            self._result = self._conclude(records, criterion, groups)
+            result = self._conclude(records, criterion, groups)
+            self._result = self._with_repros(result, groups, criterion, precision)
             if self._result.verdict is not Verdict.PASS and not self.quiet:
                 print("\n".join(report_lines(self._result)))  # noqa: T201 - stdout as documented
             return bool(self._result)
+
+    def _with_repros(
+        self, result: TensorCheckResult, groups: list[Group], criterion: Criterion, precision: Any
+    ) -> TensorCheckResult:
+        if self.repro_dir is None or result.verdict is not Verdict.FAIL:
+            return result
+        checked = Checked(
+            groups=groups,
+            records=result.records,
+            findings=result.findings,
+            criterion=criterion,
+            precision=precision,
+            calls=self._kept_calls,
+        )
+        paths, notes = write_tensor_repros(Path(self.repro_dir), checked)
+        return replace(result, repros=tuple(paths), repro_notes=tuple(notes))
 
     def _say_record(self, record: TensorRecord) -> None:
         if not self.quiet:
@@ -226,6 +248,7 @@ class TensorChecker(TensorRegistry):
         *paths: str | Path,
         keep: str = "all",
         quiet: bool = False,
+        repro_dir: str | Path | None = None,
         exclude: Iterable[str] = (),
     ) -> TensorChecker:
         """A checker with what was saved; of several files each is a side (or has its own sides).
@@ -237,7 +260,7 @@ class TensorChecker(TensorRegistry):
         Raises:
             TensorFileError: a file cannot be read.
         """
-        checker = cls(keep=keep, quiet=quiet)
+        checker = cls(keep=keep, quiet=quiet, repro_dir=repro_dir)
         for saved in load_entries([Path(path) for path in paths], in_memory=keep == "all"):
             wanted = [
                 entry

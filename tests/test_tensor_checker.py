@@ -1301,6 +1301,14 @@ def test_the_command_exits_with_1_for_a_difference(two_files, capsys):
     assert (dump / "x.0.npy").exists()
 
 
+def test_the_command_writes_a_reproducer(two_files, tmp_path, capsys):
+    folder = tmp_path / "repros"
+    arguments = ["tensors", str(two_files / "a"), str(two_files / "c")]
+    assert main([*arguments, "--repro-dir", str(folder)]) == 1
+    (path,) = folder.glob("*.py")
+    assert str(path) in capsys.readouterr().out
+
+
 def test_the_command_exits_with_3_where_a_tag_is_missing(two_files, capsys):
     arguments = ["tensors", str(two_files / "a"), str(two_files / "c")]
     assert main([*arguments, "--criterion", "allclose", "--atol", "2"]) == 3
