@@ -187,8 +187,8 @@ def _replay(chosen: argparse.Namespace) -> int:
 
 
 _RUN_OPTIONS = (
-    "log_dir", "rtol", "atol", "criterion", "max_checks", "max_numel", "large", "include",
-    "exclude", "modules", "start_step", "num_steps", "blame", "repeat",
+    "log_dir", "rtol", "atol", "criterion", "max_checks", "max_overhead", "max_numel", "large",
+    "include", "exclude", "modules", "start_step", "num_steps", "blame", "repeat",
 )  # fmt: skip
 
 
@@ -363,6 +363,10 @@ def _add_run(
     parser.add_argument(
         "--max-checks", type=_count_or_all, metavar="N|all", default=unset, help="per signature"
     )
+    parser.add_argument(
+        "--max-overhead", metavar="SHARE", default=unset,
+        help="time for checking beside the step's own: 50%%",
+    )  # fmt: skip
     parser.add_argument("--max-numel", type=_count, metavar="N", default=unset)
     parser.add_argument("--large", choices=("sample", "skip", "full"), default=unset)
     for name, text in (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opcheck.globs import module_matches, op_matches
-from opcheck.records import CallCount, Coverage, OpRecord, UncheckedSignature, Verdict
+from opcheck.records import CallCount, Coverage, OpRecord, Overhead, UncheckedSignature, Verdict
 
 __all__ = [
     "Filter",
@@ -192,10 +192,26 @@ def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
         counting_stopped_at=min(stops, default=None),
         steps=max((c.steps for c in coverages), default=0),
         check_seconds=total("check_seconds"),
+        overhead=_add_overheads([c.overhead for c in coverages if c.overhead is not None]),
         first_nonfinite=min(births, key=lambda b: (b.step, b.index), default=None),
         shadow=_add_mappings([c.shadow for c in coverages]),
         repeat=_add_mappings([c.repeat for c in coverages]),
         unrepeatable=tuple(item for c in coverages for item in c.unrepeatable),
+    )
+
+
+def _add_overheads(shares: list[Overhead]) -> Overhead | None:
+    """Times and places are added; the slowest rank says how many steps are left."""
+    if not shares:
+        return None
+    steps = [share.steps_left for share in shares]
+    return Overhead(
+        own_seconds=sum(share.own_seconds for share in shares),
+        allowed_seconds=sum(share.allowed_seconds for share in shares),
+        spent_seconds=sum(share.spent_seconds for share in shares),
+        num_places=sum(share.num_places for share in shares),
+        num_left=sum(share.num_left for share in shares),
+        steps_left=None if None in steps else max(s for s in steps if s is not None),
     )
 
 

@@ -24,6 +24,7 @@ from opcheck.records import (
     Coverage,
     Metrics,
     OpRecord,
+    Overhead,
     Sample,
     SkipReason,
     from_json,
@@ -331,9 +332,21 @@ def _check_counts(coverage: Coverage) -> None:
         or not all(_is_a(count, int) for count in counts)
         or not (stopped is None or _is_a(stopped, int))
         or not _is_a(coverage.check_seconds, (int, float))
+        or not _is_overhead(coverage.overhead)
     ):
         msg = "a name or a count has another type"
         raise TypeError(msg)
+
+
+def _is_overhead(share: Overhead | None) -> bool:
+    if share is None:
+        return True
+    seconds = (share.own_seconds, share.allowed_seconds, share.spent_seconds)
+    counts = [share.num_places, share.num_left]
+    counts += [] if share.steps_left is None else [share.steps_left]
+    return all(_is_a(value, (int, float)) for value in seconds) and all(
+        _is_a(value, int) for value in counts
+    )
 
 
 def _check_followed(coverage: Coverage) -> None:

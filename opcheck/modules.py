@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -95,6 +96,8 @@ class ModuleTracker:
         """Frame and object of the optimizer whose step runs."""
         self._stepped = False
         self._removers: list[Callable[[], None]] = []
+        self.charge: Callable[[float], None] | None = None
+        """Is told what every hook took, in seconds."""
         self._user_code: dict[CodeType, bool] = {}
         self.random_calls = 0
         """Calls that moved the generators, counted by the session."""
@@ -112,8 +115,27 @@ class ModuleTracker:
         model = self.model
         if model is not None:
             self._add_root(model)
-        self._removers += _torch.register_module_hooks(self._before_module, self._after_module)
-        self._removers += _torch.register_optimizer_hooks(self._before_step, self._after_step)
+        timed = self._timed
+        self._removers += _torch.register_module_hooks(
+            timed(self._before_module), timed(self._after_module)
+        )
+        self._removers += _torch.register_optimizer_hooks(
+            timed(self._before_step), timed(self._after_step)
+        )
+
+    def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        charge = self.charge
+        if charge is None:
+            return hook
+
+        def timed_hook(*args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            start = perf_counter()
+            hook(*args)
+            charge(perf_counter() - start)
+
+        return timed_hook
 
     def remove(self) -> None:
         """Take the hooks off and let go of the user's modules."""

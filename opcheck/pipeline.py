@@ -32,7 +32,8 @@ from opcheck.leaving import Exhaustion
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
-from opcheck.policy import Policy, describe
+from opcheck.overhead import OverheadBudget
+from opcheck.policy import Described, Policy, describe
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
 from opcheck.references import choose, snapshot
 from opcheck.sampled import Criterion, Judged
@@ -80,6 +81,7 @@ class Pipeline:
         rank: int,
         emit: Callable[[OpRecord], None],
         policy: Policy | None = None,
+        budget: OverheadBudget | None = None,
         keepers: tuple[CallKeeper, ...] = (),
     ) -> None:
         self.ledger = Ledger()
@@ -87,6 +89,7 @@ class Pipeline:
         self.lock = threading.RLock()
         self._settings = settings
         self._policy = policy or Policy(settings)
+        self._budget = budget
         self._tracker = tracker
         self._run_id = run_id
         self._rank = rank
@@ -185,8 +188,7 @@ class Pipeline:
             found = describe(func, args, kwargs)
             signature = tuple(found.key)
             counts = ledger.signature(signature)
-            skip = self._policy.outside(traits, module, self.step)
-            skip = skip or self._policy.unfit(found, counts.attempts)
+            skip = self._refusal(found, traits, Site(module, site.phase), counts.attempts)
             if skip is not None:
                 ledger.skip(skip, counts)
                 if not self._followers.follow_values or skip is SkipReason.OUTSIDE_STEPS:
@@ -201,6 +203,18 @@ class Pipeline:
         call.is_large = self._policy.samples(found.largest)
         self._prepare(call)
         return call
+
+    def _refusal(
+        self, found: Described, traits: OpTraits, site: Site, attempts: int
+    ) -> SkipReason | None:
+        """Why not to check a computing call, from what is known before it runs."""
+        skip = self._policy.outside(traits, site.module, self.step)
+        skip = skip or self._policy.unfit(found, attempts)
+        if skip is None and self._budget is not None:
+            place = (site.module, site.phase, tuple(found.key))
+            if not self._budget.admits(place, op=traits.name, numel=found.largest):
+                return SkipReason.OUT_OF_TIME
+        return skip
 
     def _prepare(self, call: Call) -> None:
         """Keep what the op may change."""
@@ -413,6 +427,8 @@ class Pipeline:
             sampled=record.sample is not None and not record.sample.covers_all,
         )
         self._policy.judged(record)
+        if self._budget is not None and record.verdict is Verdict.FAIL:
+            self._budget.failed(record.op)
         self._births.concluded(record)
         for keeper in self._keepers:
             keeper.concluded(record)
@@ -499,7 +515,11 @@ class Pipeline:
     def coverage(self) -> Coverage:
         """Everything so far; other threads may be counting."""
         with self.lock:
-            coverage = replace(self.ledger.coverage(), first_nonfinite=self._births.first)
+            coverage = replace(
+                self.ledger.coverage(),
+                first_nonfinite=self._births.first,
+                overhead=None if self._budget is None else self._budget.summary(),
+            )
             return self._followers.completed(coverage)
 
     def end_step(self) -> None:
@@ -507,6 +527,8 @@ class Pipeline:
         with self.lock:
             self.release()
             self.step += 1
+            if self._budget is not None:
+                self._budget.end_step()
             self._exhaustion.step_ended(self.ledger)
             self.ledger.end_step()
 

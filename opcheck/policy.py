@@ -19,7 +19,7 @@ from opcheck.globs import module_matches, op_matches
 from opcheck.records import OpRecord, SkipReason, Verdict
 from opcheck.settings import Settings
 
-__all__ = ["KernelPolicy", "Policy", "describe"]
+__all__ = ["Described", "KernelPolicy", "Policy", "describe"]
 
 _GOLDEN_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float64, torch.complex128}

@@ -24,6 +24,7 @@ __all__ = [
     "Coverage",
     "Metrics",
     "OpRecord",
+    "Overhead",
     "RepeatDifference",
     "Sample",
     "SkipReason",
@@ -194,6 +195,24 @@ class Birth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What `max_overhead` allowed, and what was done with it."""
+
+    own_seconds: float = 0.0
+    """The step's own time in the context."""
+    allowed_seconds: float = 0.0
+    """`max_overhead` times that."""
+    spent_seconds: float = 0.0
+    """In the checker: looking at calls, dispatching them to it, and checking."""
+    num_places: int = 0
+    """Calls that could be checked, by module, phase, op and argument types."""
+    num_left: int = 0
+    """Of these, dropped for time whenever they came."""
+    steps_left: int | None = 0
+    """Steps, at the rate so far, in which those come up once; None where no rate is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatDifference:
     """Calls of one op, module and phase that did not give the same bits a second time."""
 
@@ -321,6 +340,8 @@ class Coverage:
     steps: int = 0
     check_seconds: float = 0.0
     """Time spent in checking, beside the step's own."""
+    overhead: Overhead | None = None
+    """With `max_overhead`."""
     first_nonfinite: Birth | None = None
     """The first call that made NaN or Inf of finite inputs, right or wrong."""
     shadow: Mapping[str, int] = field(default_factory=dict)
@@ -427,6 +448,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (OpRecord, "blame"): Blame,
     (OpRecord, "sample"): Sample,
     (Coverage, "first_nonfinite"): Birth,
+    (Coverage, "overhead"): Overhead,
 }
 _LISTED: dict[tuple[type, str], type] = {
     (Coverage, "unchecked_signatures"): UncheckedSignature,

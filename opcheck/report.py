@@ -11,7 +11,7 @@ from pathlib import Path
 from opcheck.printing import Style, number, style_for
 from opcheck.records import Coverage, OpRecord, Sample, SkipReason, Verdict
 from opcheck.review import Run, Tally
-from opcheck.runnotes import nonfinite_lines, repeat_lines
+from opcheck.runnotes import nonfinite_lines, overhead_text, repeat_lines
 
 __all__ = [
     "SORTS",
@@ -435,7 +435,9 @@ def _coverage(run: Run, style: Style) -> list[str]:
     rows = [[f"{count:,}", reason.value, _SKIP_WORDS[reason]] for reason, count in ordered if count]
     if rows:
         lines += style.table(["skipped", "reason", "meaning"], rows, numbers=frozenset({"skipped"}))
-    if coverage.check_seconds:
+    if coverage.overhead is not None:
+        lines += style.wrap(overhead_text(coverage.overhead), "    ", "  ")
+    elif coverage.check_seconds:
         lines.append(f"  {coverage.check_seconds:.2f} s spent checking, beside the step's own time")
     return lines
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from opcheck.printing import Style
-from opcheck.records import Coverage
+from opcheck.records import Coverage, Overhead
 
-__all__ = ["nonfinite_lines", "repeat_lines"]
+__all__ = ["nonfinite_lines", "overhead_text", "repeat_lines"]
 
 MAX_ROWS = 20
 
@@ -77,3 +77,21 @@ def nonfinite_lines(coverage: Coverage, style: Style) -> list[str]:
     for number, text in enumerate(birth.inputs):
         lines += field("inputs" if not number else "", style.text(text, 1000))
     return lines + field("verdict", f"the call {judged}")
+
+
+def overhead_text(share: Overhead) -> str:
+    """What checking took beside the step, and how much is left to check."""
+    own = max(share.own_seconds, 1e-9)
+    text = (
+        f"checking took {share.spent_seconds / own:.1%} of the step's own {share.own_seconds:.2f} s"
+        f" (max_overhead {share.allowed_seconds / own:.4g}); "
+    )
+    if not share.num_left:
+        return text + "nothing was left out that did not get its turn later"
+    text += (
+        f"{share.num_left:,} of {share.num_places:,} places (module, phase, op, argument types)"
+        " were never checked, "
+    )
+    if share.steps_left is None:
+        return text + "and at this rate none will be: counting the calls takes what is allowed"
+    return f"{text}about {share.steps_left:,} more step{'s' * (share.steps_left != 1)} would"

@@ -22,6 +22,7 @@ from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, PrecisionError
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
+from opcheck.overhead import OverheadBudget
 from opcheck.pipeline import Pipeline
 from opcheck.printing import style_for
 from opcheck.recorded_calls import CallRecorder
@@ -42,7 +43,8 @@ from opcheck.settings import (
     Settings,
 )
 from opcheck.sinks import LogFiles, log_names
-from opcheck.switch import SWITCH
+from opcheck.stopwatch import Stopwatch
+from opcheck.switch import SWITCH, Observer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,6 +60,7 @@ def check(
     atol: float = DEFAULT_ATOL,
     criterion: str | None = None,
     max_checks: int | None = 10,
+    max_overhead: float | str | None = None,
     log_once: bool = True,
     max_numel: int = 1_000_000,
     large: str = "sample",
@@ -92,6 +95,11 @@ def check(
         criterion: "calibrated", "allclose", or None: calibrated unless a tolerance was changed.
         max_checks: checks of each signature (op, dtypes and layouts of its tensors); None checks
             every call, 0 checks nothing and still counts.
+        max_overhead: seconds of checking for each second of the step's own, 0.5 or "50%", measured
+            as the step runs; 0 checks nothing and still counts. Every call is then a candidate
+            (unless `max_checks` is changed), the most telling first. Which calls are checked
+            depends on the clock, the verdict of a checked call does not. What `blame` and `repeat`
+            do beside checking is counted and not bounded.
         log_once: write one text line per failing op, module and phase.
         max_numel: largest tensor, argument or result, of a call that is compared whole.
         large: what becomes of larger calls: "sample" looks at a share of them, "skip" counts
@@ -142,7 +150,8 @@ def check(
         )
     settings = Settings.from_arguments(
         log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
-        log_once=log_once, max_numel=max_numel, large=large, include=include, exclude=exclude,
+        max_overhead=max_overhead, log_once=log_once, max_numel=max_numel, large=large,
+        include=include, exclude=exclude,
         modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
         seed=seed, quiet=quiet, blame=blame, repeat=repeat, selftest=selftest,
         max_shadow_bytes=max_shadow_bytes,
@@ -198,8 +207,12 @@ class Session:
             if settings.record is None
             else CallRecorder(settings.record_dir, settings, run_id=self.run_id, rank=self.rank)
         )
+        share = settings.max_overhead
+        self._budget = None if share is None else OverheadBudget(share)
+        self._tracker.charge = None if self._budget is None else self._budget.spend
         self._pipeline = Pipeline(
             settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep,
+            budget=self._budget,
             keepers=tuple(item for item in (self._repros, self._recorder) if item is not None),
         )  # fmt: skip
 
@@ -335,8 +348,13 @@ class Session:
             exits.enter_context(
                 _torch.compiled_regions.listening(self._pipeline.compiled_region_ran)
             )
-            exits.enter_context(SWITCH.session(self._pipeline))
-            self._mode = exits.enter_context(CheckMode(self._pipeline))
+            observer: Observer = self._pipeline
+            if self._budget is not None:
+                observer = Stopwatch(self._pipeline, self._budget)
+                exits.callback(self._budget.left)
+                self._budget.entered()
+            exits.enter_context(SWITCH.session(observer))
+            self._mode = exits.enter_context(CheckMode(observer))
             self._entered_by = os.getpid(), threading.get_ident()
             self._leave_early()
             self._exits = exits.pop_all()
@@ -355,6 +373,8 @@ class Session:
         with exits:
             self._pipeline.release()
             self._pipeline.forget_values()
+            if self._budget is not None:
+                self._budget.left()
             exits.callback(self._write_coverage)
         if self._surroundings is not None:
             later = Surroundings.now(self._tracker.model)

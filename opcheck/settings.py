@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -52,6 +53,8 @@ class Settings:
     log_once: bool = True
     max_numel: int = 1_000_000
     large: str = "sample"
+    max_overhead: float | None = None
+    """Seconds of checking for each second of the step's own; None: not bounded."""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -77,14 +80,15 @@ class Settings:
     def from_arguments(cls, **given: Any) -> Settings:
         """Validate the arguments of `opcheck.check`.
 
-        `criterion=None` follows the tolerances; `blame` checks every call unless `max_checks` is
-        another number than its default.
+        `criterion=None` follows the tolerances; with `blame` and with `max_overhead` every call is
+        to be checked unless `max_checks` is another number than its default.
         """
         rtol = _number("rtol", given["rtol"])
         atol = _number("atol", given["atol"])
         blame = _flag("blame", given.get("blame", False))
         max_checks = _count("max_checks", given["max_checks"], optional=True)
-        if blame and max_checks == DEFAULT_MAX_CHECKS:
+        max_overhead = _share("max_overhead", given.get("max_overhead"))
+        if (blame or max_overhead is not None) and max_checks == DEFAULT_MAX_CHECKS:
             max_checks = None
         return cls(
             log_dir=_path("log_dir", given["log_dir"]),
@@ -95,6 +99,7 @@ class Settings:
             log_once=_flag("log_once", given["log_once"]),
             max_numel=_count("max_numel", given["max_numel"]),
             large=_one_of("large", given["large"], LARGE),
+            max_overhead=max_overhead,
             include=_globs("include", given["include"]),
             exclude=_globs("exclude", given["exclude"]),
             modules=_globs("modules", given["modules"]),
@@ -164,6 +169,25 @@ def _number(field: str, value: object) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ArgumentError(f"{field}: expected a finite number >= 0, got {value!r}")
     return float(value)
+
+
+def _share(field: str, value: object) -> float | None:
+    """0.5 of 0.5, "0.5" and "50%"."""
+    if value is None:
+        return None
+    allowed = 'a finite number >= 0, a percentage ("50%") or None'
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ArgumentTypeError(f"{field}: expected {allowed}, got {value!r} ({_kind(value)})")
+    number: float = math.nan
+    if not isinstance(value, str):
+        number = value
+    else:
+        text, percent, rest = value.partition("%")
+        with contextlib.suppress(ValueError):
+            number = math.nan if rest.strip() else float(text) / (100 if percent else 1)
+    if not (math.isfinite(number) and number >= 0):
+        raise ArgumentError(f"{field}: expected {allowed}, got {value!r}")
+    return float(number)
 
 
 def _count(field: str, value: object, *, optional: bool = False) -> Any:

@@ -24,7 +24,7 @@ LAYERS = {
             "textline",
             "groups",
         },
-        {"allowances", "calls", "environment", "logfile", "sinks"},
+        {"allowances", "calls", "overhead", "environment", "logfile", "sinks"},
         {"generators", "golden_rules", "ledger", "modules", "policy", "rules", "scan", "switch"},
         {
             "callers",
@@ -60,7 +60,7 @@ LAYERS = {
         {"convolutions"},
         {"large"},
         {"blameplot", "pipeline", "repro_text", "rerun", "rundiff_report"},
-        {"recorded_calls", "repro_call"},
+        {"recorded_calls", "repro_call", "stopwatch"},
         {"replaying", "repro"},
         {"kernelcheck", "session"},
         {"registrar"},

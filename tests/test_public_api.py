@@ -44,6 +44,7 @@ CHECK_PARAMETERS = {
     "atol": 1e-5,
     "criterion": None,
     "max_checks": 10,
+    "max_overhead": None,
     "log_once": True,
     "max_numel": 1_000_000,
     "large": "sample",

@@ -1,0 +1,284 @@
+"""`max_overhead`: what is checked when time is short. No test looks at a real clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import opcheck
+from opcheck import SkipReason, Verdict
+from opcheck.overhead import OverheadBudget
+from opcheck.settings import Settings
+from tests.faults import gelu_off_by
+
+X = torch.linspace(-2, 2, 24).reshape(4, 6)
+
+
+class Clock:
+    """Goes on when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Step:
+    """Calls with a cost of their own and a cost of checking, in the order of a real step."""
+
+    def __init__(self, ratio: float) -> None:
+        self.clock = Clock()
+        self.budget = OverheadBudget(ratio, clock=self.clock)
+        self.budget.entered()
+        self.checked: Counter[tuple[str, str]] = Counter()
+        self.by_step: list[Counter[tuple[str, str]]] = []
+
+    def call(self, module: str, op: str, *, own: float, cost: float) -> bool:
+        place = (module, "forward", (op,))
+        self.budget.dropped = None
+        admitted = self.budget.admits(place, op=op, numel=1000)
+        self.clock.now += own
+        if admitted:
+            self.clock.now += cost
+            self.budget.spend(cost)
+            self.budget.measured(place, cost)
+            self.checked[module, op] += 1
+            self.by_step[-1][module, op] += 1
+        else:
+            assert self.budget.dropped == place
+            self.budget.op_ran(place, own)
+        return admitted
+
+    def run(self, calls, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.by_step.append(Counter())
+            for module, op, own, cost in calls:
+                self.call(module, op, own=own, cost=cost)
+            self.budget.end_step()
+
+    @property
+    def share(self) -> float:
+        summary = self.budget.summary()
+        return summary.spent_seconds / summary.own_seconds
+
+
+def layers(num: int, *, own: float = 0.01, cost: float = 0.05):
+    return [
+        (f"layer{index}", op, own, cost * factor)
+        for index in range(num)
+        for op, factor in (("mm", 2.0), ("gelu", 1.0), ("add", 0.5))
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 0.5, 2.0])
+def test_the_share_is_kept_from_above_and_used(ratio):
+    step = Step(ratio)
+    step.run(layers(12), 60)
+    assert 0.8 * ratio <= step.share <= 1.1 * ratio
+
+
+def test_zero_checks_nothing_and_plenty_checks_everything():
+    nothing, everything = Step(0.0), Step(1e6)
+    nothing.run(layers(4), 5)
+    everything.run(layers(4), 5)
+    assert not nothing.checked
+    assert nothing.budget.summary().steps_left is None
+    assert nothing.budget.summary().num_left == 12
+    # the very first call finds an empty account
+    assert sum(everything.checked.values()) >= 5 * 12 - 1
+    assert everything.budget.summary().num_left == 0
+
+
+def test_every_place_comes_up_before_any_has_many_turns():
+    step = Step(0.5)
+    step.run(layers(12), 100)
+    counts = [step.checked[module, op] for module, op, *_ in layers(12)]
+    assert min(counts) >= 1
+    assert max(counts) <= 3 * min(counts) + 3
+    assert step.budget.summary().steps_left == 0
+
+
+def test_modules_at_the_end_of_the_step_are_not_starved_by_those_at_the_start():
+    step = Step(0.2)
+    step.run(layers(20), 40)
+    early = sum(step.checked[f"layer{n}", "mm"] for n in range(10))
+    late = sum(step.checked[f"layer{n}", "mm"] for n in range(10, 20))
+    assert late >= 0.5 * early > 0
+
+
+def test_an_expensive_first_call_is_saved_for():
+    """A check of 40 steps' worth of time, among cheap ones that would eat every second."""
+    step = Step(0.1)
+    calls = [*layers(8, cost=0.02), ("head", "attention", 0.01, 1.0)]
+    step.run(calls, 80)
+    assert step.checked["head", "attention"] >= 1
+    assert step.share <= 0.1 * 1.5
+
+
+def test_first_calls_of_a_signature_go_before_second_ones():
+    step = Step(0.3)
+    step.run(layers(12), 6)
+    assert {op for _, op in step.checked} == {"mm", "gelu", "add"}
+
+
+def test_an_op_that_failed_elsewhere_comes_first_at_its_other_places():
+    def first_steps(*, tell: bool) -> int:
+        step = Step(0.1)
+        step.run(layers(16), 8)
+        before = {module for module, op in step.checked if op == "gelu"}
+        assert len(before) < 16
+        if tell:
+            step.budget.failed("gelu")
+        step.run(layers(16), 12)
+        return len({module for module, op in step.checked if op == "gelu"} - before)
+
+    assert first_steps(tell=True) > first_steps(tell=False)
+
+
+def test_a_rare_signature_goes_before_a_place_of_a_common_one():
+    step = Step(0.1)
+    common = layers(16)
+    step.run(common, 8)
+    step.run([*common, ("head", "softmax", 0.01, 0.05)], 6)
+    assert step.checked["head", "softmax"] >= 2
+
+
+def test_a_wrong_first_estimate_is_paid_back():
+    step = Step(0.5)
+    calls = [("a", "conv", 0.1, 3.0), *layers(4)]
+    step.run(calls, 40)
+    assert step.share <= 0.6
+
+
+def test_what_is_left_is_estimated_and_ends_at_zero():
+    step = Step(0.2)
+    step.run(layers(12), 2)
+    before = step.budget.summary()
+    assert before.num_left > 0
+    assert before.steps_left >= 1
+    step.run(layers(12), before.steps_left * 3)
+    after = step.budget.summary()
+    assert (after.num_left, after.steps_left) == (0, 0)
+    assert after.num_places == 36
+
+
+def test_who_does_not_come_any_more_is_not_waited_for():
+    step = Step(0.1)
+    step.run([*layers(4), ("once", "giant", 0.01, 1000.0)], 1)
+    step.run(layers(4), 60)
+    assert step.share >= 0.08
+
+
+def test_time_outside_of_the_context_does_not_count():
+    step = Step(0.5)
+    step.run(layers(2), 2)
+    step.budget.left()
+    own = step.budget.own_seconds
+    step.clock.now += 1000.0
+    assert step.budget.own_seconds == own
+    step.budget.entered()
+    assert step.budget.own_seconds == own
+
+
+# ---- in a session ----
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(0.5, 0.5), ("50%", 0.5), (" 7.5 % ", 0.075), ("0.5", 0.5), (0, 0.0)]
+)
+def test_a_percentage_is_a_share(given, kept):
+    assert opcheck.check(max_overhead=given).settings.max_overhead == kept
+
+
+def test_max_checks_at_its_default_makes_way_and_another_number_stays():
+    checks = [
+        opcheck.check(max_overhead=0.5, **given).settings.max_checks
+        for given in ({}, {"max_checks": 3}, {"max_checks": None})
+    ]
+    assert checks == [None, 3, None]
+    assert Settings().max_overhead is None
+
+
+def trained(tmp_path, steps=3, **arguments):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with opcheck.check(net, log_dir=tmp_path, quiet=True, **arguments) as session:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(X).square().mean().backward()
+            optimizer.step()
+    return net, session
+
+
+def test_no_time_at_all_is_counted_and_said(tmp_path):
+    _, session = trained(tmp_path, max_overhead=0)
+    coverage = session.coverage
+    assert coverage.checked == 0
+    assert coverage.skipped[SkipReason.OUT_OF_TIME] > 0
+    assert coverage.adds_up
+    assert coverage.counting_stopped_at is None
+    assert session.verdict is Verdict.INCONCLUSIVE
+    text = " ".join(session.report(width=200).split())
+    assert "out_of_time" in text
+    assert "max_overhead 0)" in text
+    assert "none will be" in text
+
+
+def test_with_time_for_all_it_checks_what_a_session_without_a_bound_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("opcheck.stopwatch.dispatch_seconds", lambda: 0.0)
+    _, free = trained(tmp_path / "a", max_checks=None)
+    _, bound = trained(tmp_path / "b", max_overhead=1e9)
+    missing = bound.coverage.skipped.get(SkipReason.OUT_OF_TIME, 0)
+    assert missing <= 1
+    by_index = {record.index: record for record in free.records}
+    assert len(bound.records) == len(free.records) - missing
+    for record in bound.records:
+        other = by_index[record.index]
+        assert (record.op, record.verdict, record.metrics) == (
+            other.op, other.verdict, other.metrics,
+        )  # fmt: skip
+    assert bound.coverage.overhead.num_left == 0
+    assert "nothing was left out" in " ".join(bound.report(width=200).split())
+
+
+def test_max_checks_still_caps(tmp_path):
+    _, session = trained(tmp_path, max_overhead=1e9, max_checks=2, steps=4)
+    counts = Counter(record.op for record in session.records)
+    assert counts["aten.gelu.default"] == 2
+    assert session.coverage.skipped[SkipReason.BUDGET_USED_UP]
+
+
+def test_a_fault_is_found_within_the_bound(tmp_path):
+    with gelu_off_by(1e-3):
+        _, session = trained(tmp_path, max_overhead="100000%")
+    assert session.verdict is Verdict.FAIL
+    assert session.failures[0].op == "aten.gelu.default"
+
+
+def test_the_log_tells_of_it(tmp_path):
+    _, session = trained(tmp_path, max_overhead=0.5)
+    run = opcheck.load_run(session.log_path)
+    assert run.coverage == session.coverage
+    assert run.coverage.overhead.num_places > 0
+    assert run.header["settings"]["max_overhead"] == 0.5
+
+
+def test_the_step_is_the_plain_step(tmp_path):
+    net, _ = trained(tmp_path, max_overhead=0.5)
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(X).square().mean().backward()
+        optimizer.step()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
