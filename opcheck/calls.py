@@ -99,6 +99,8 @@ class Call:
     """The shadow has taken note of its result."""
     large: Any = None
     """What was kept from before a large op that changes its arguments."""
+    whole_before: dict[int, Tensor] = field(default_factory=dict)
+    """As `before`, of a large op: for those who keep calls, and the checks do not look at it."""
     is_large: bool = False
     """Above `max_numel`: a sample of it is looked at."""
     device_type: str = ""

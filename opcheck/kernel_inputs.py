@@ -15,9 +15,9 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.calls import Call, Param
 from opcheck.compare import Judgement
-from opcheck.references import copy_strided, host_array
+from opcheck.references import copy_strided, host_array, snapshot
 
-__all__ = ["keep_inputs", "with_changed_inputs"]
+__all__ = ["keep_inputs", "keep_whole", "with_changed_inputs"]
 
 
 def keep_inputs(call: Call) -> None:
@@ -32,6 +32,17 @@ def keep_inputs(call: Call) -> None:
         for _, tensor in _tensors(call):
             if id(tensor) not in call.before:
                 call.before[id(tensor)] = copy_strided(tensor)
+
+
+def keep_whole(call: Call) -> None:
+    """Copy all that a large op may change, where somebody keeps the call; out of memory: nothing.
+
+    The checks of large calls look at slices that they keep themselves.
+    """
+    twin = replace(call, before={}, before_groups=False)
+    with _torch.outside_everything(), contextlib.suppress(RuntimeError, MemoryError):
+        snapshot(twin)
+        call.whole_before = twin.before
 
 
 def with_changed_inputs(call: Call, out: Any, found: Judgement) -> Judgement:

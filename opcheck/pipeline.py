@@ -26,7 +26,7 @@ from opcheck.declared import DeclaredDtypes
 from opcheck.drift import Drift
 from opcheck.followers import Followers
 from opcheck.generators import generator_states, have_moved, restore_generators
-from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
+from opcheck.kernel_inputs import keep_inputs, keep_whole, with_changed_inputs
 from opcheck.large import judge_large, prepare_large
 from opcheck.leaving import Exhaustion
 from opcheck.ledger import Ledger
@@ -58,6 +58,12 @@ class _Held:
 
 class CallKeeper(Protocol):
     """Who keeps calls beyond their records."""
+
+    def wants_before(self, call: Call) -> bool:
+        """Are all arguments of a large op, which may change them, to be copied before it runs?
+
+        May not raise.
+        """
 
     def judged(self, call: Call, out: Any, record: OpRecord, *, is_open: bool) -> None:
         """A call was judged, and its tensors are still there; may not raise.
@@ -239,6 +245,8 @@ class Pipeline:
                 call.skipped = prepare_large(call, self._settings.seed)
             if call.skipped is not None:
                 self.ledger.skip(call.skipped, self.ledger.counts_of(call.signature))
+            elif call.traits.mutates and any(keeper.wants_before(call) for keeper in self._keepers):
+                keep_whole(call)
 
     # ---- after the op ----
 

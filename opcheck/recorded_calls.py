@@ -56,6 +56,13 @@ class CallRecorder:
         """What was left out, one sentence for each reason."""
         return [f"{count} calls not recorded: {why}" for why, count in self._left_out.items()]
 
+    def wants_before(self, call: Call) -> bool:
+        """Not beyond what may be written."""
+        settings = self._settings
+        size = self._bytes + nbytes_of((call.args, call.kwargs))
+        has_room = self.num_written + len(self._open) < settings.max_recorded
+        return has_room and size <= settings.max_record_bytes and os.getpid() == self._pid
+
     def judged(self, call: Call, out: Any, record: OpRecord, *, is_open: bool) -> None:
         """Copy a call before the step goes on; never raises into the step."""
         wanted = self._settings.record == "all" or record.verdict is Verdict.FAIL or is_open
@@ -72,14 +79,14 @@ class CallRecorder:
         settings = self._settings
         if self.num_written + len(self._open) >= settings.max_recorded:
             return f"max_recorded={settings.max_recorded} are"
-        if call.is_large and call.traits.mutates:
-            return "in place on more than max_numel elements"
         size = nbytes_of((call.args, call.kwargs)) + nbytes_of(out)
         if self._bytes + size > settings.max_record_bytes:
             return (
                 f"they would go beyond max_record_bytes={settings.max_record_bytes}"
                 f" ({settings.max_record_bytes / MIB:.0f} MiB)"
             )
+        if call.is_large and call.traits.mutates and not call.whole_before:
+            return "they wrote to more than max_numel elements, of which no copy was kept"
         kept = keep(call, record, RunState.now(), seed=settings.seed)
         self._open[record.index] = kept, _results(call, out)
         self._bytes += size

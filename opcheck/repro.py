@@ -71,6 +71,15 @@ class ReproKeeper:
 
     # ---- in the step ----
 
+    def wants_before(self, call: Call) -> bool:
+        """Not beyond what may be held, and not where a failing call is known already."""
+        settings, place = self._settings, (call.traits.name, call.site.module, call.site.phase)
+        if place in self._places or os.getpid() != self._pid:
+            return False
+        size = self._held_bytes + nbytes_of((call.args, call.kwargs))
+        has_room = len(self._failed) + len(self.paths) < settings.max_repros
+        return has_room and size <= settings.max_repro_bytes
+
     def judged(self, call: Call, out: Any, record: OpRecord, *, is_open: bool) -> None:
         """A call was judged, and what it got is still there; never raises into the step."""
         if (record.verdict is not Verdict.FAIL and not is_open) or os.getpid() != self._pid:
@@ -87,8 +96,6 @@ class ReproKeeper:
 
     def _take(self, call: Call, record: OpRecord) -> str:
         settings = self._settings
-        if call.is_large and call.traits.mutates:
-            return "not saved, they wrote in place to more than max_numel elements"
         if len(self._failed) + len(self.paths) >= settings.max_repros:
             return f"not saved, max_repros={settings.max_repros} are"
         size = nbytes_of((call.args, call.kwargs))
@@ -96,6 +103,10 @@ class ReproKeeper:
             return (
                 f"not saved, their arguments would go beyond max_repro_bytes="
                 f"{settings.max_repro_bytes} ({settings.max_repro_bytes / MIB:.0f} MiB) together"
+            )
+        if call.is_large and call.traits.mutates and not call.whole_before:
+            return (
+                "not saved, they wrote to more than max_numel elements, of which no copy was kept"
             )
         self._open[record.index] = keep(call, record, RunState.now(), seed=settings.seed)
         self._held_bytes += size

@@ -79,7 +79,7 @@ class Again:
 def keep(call: Call, record: OpRecord, state: RunState, *, seed: int) -> KeptCall:
     """Copy a call that was just judged; what it wrote to is kept as it was before."""
     with _torch.outside_everything():
-        arguments = pack((call.args, call.kwargs), call.before)
+        arguments = pack((call.args, call.kwargs), {**call.before, **call.whole_before})
     return KeptCall(
         func=call.func, arguments=arguments, record=record, state=state, on_device=call.on_device,
         in_kernel=call.in_kernel, out_dtype=call.out_dtype, seed=seed,

@@ -175,6 +175,45 @@ def test_in_place_and_list_results_come_back(tmp_path: Path, capsys: Any) -> Non
     assert f"{session.coverage.checked} PASS" in capsys.readouterr().out
 
 
+def test_large_calls_that_write_in_place_are_kept_as_they_were_before(
+    tmp_path: Path, capsys: Any
+) -> None:
+    target, other = torch.randn(1000, 64), torch.randn(1000, 64)
+    with (
+        faults.add_inplace_off_by(),
+        opcheck.check(
+            log_dir=tmp_path, quiet=True, max_numel=1000, repro_dir=tmp_path / "repros",
+            record="failures", record_dir=tmp_path / "records", repro_seconds=5.0,
+        ) as session,
+    ):  # fmt: skip
+        target.add_(other)
+    assert session.failures
+    (path,) = session.repros
+    text = path.read_text()
+    assert "(1000, 64)" in text
+    assert not path.with_suffix(".pt").exists()  # it was made small
+    planted = plant_file(tmp_path, "add_inplace_off_by")
+    assert main(["replay", str(path), "--load", str(planted)]) == 1
+    assert main(["replay", str(path)]) == 0
+    assert main(["replay", str(tmp_path / "records")]) == 1
+    assert "1 recorded calls" in capsys.readouterr().out
+
+
+def test_large_calls_of_which_no_copy_fits_are_named(tmp_path: Path) -> None:
+    target = torch.randn(1000, 64)
+    with (
+        faults.add_inplace_off_by(),
+        opcheck.check(
+            log_dir=tmp_path, quiet=True, max_numel=1000, repro_dir=tmp_path / "repros",
+            max_repro_bytes=1000,
+        ) as session,
+    ):  # fmt: skip
+        target.add_(torch.ones(1000, 64))
+    assert session.failures
+    assert session.repros == []
+    assert "max_repro_bytes=1000" in session.report()
+
+
 def test_only_failures_are_recorded_where_that_is_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     session = failing(tmp_path, repro_dir=None, record="failures", record_dir=folder)

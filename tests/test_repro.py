@@ -209,6 +209,9 @@ class Keeper:
     def judged(self, call: Any, out: Any, record: Any, *, is_open: bool) -> None:
         self.kept = keep(call, record, RunState.now(), seed=0)
 
+    def wants_before(self, call: Any) -> bool:
+        return False
+
     def concluded(self, record: Any) -> None:
         pass
 
