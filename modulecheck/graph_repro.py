@@ -24,7 +24,8 @@ from opcheck.errors import ReproError
 from opcheck.packing import Packed, View, map_tree, pack
 from opcheck.repro_files import free_stem, write_repro
 from opcheck.repro_limits import Limit
-from opcheck.repro_text import Registered, Tensors, frame, identifier, spell_value
+from opcheck.repro_tensors import Tensors, identifier, spell_value
+from opcheck.repro_text import Registered, frame
 from opcheck.runstate import RunState
 
 __all__ = ["DEFAULT_REPRO_BYTES", "Result", "write_graph_repro"]

@@ -15,7 +15,8 @@ from modulecheck.fx_text import GraphText, spell_graph
 from modulecheck.tensor_values import bits_of
 from opcheck.packing import Packed, View, map_tree, pack
 from opcheck.repro_limits import Limit
-from opcheck.repro_text import Tensors, frame, identifier, spell_value
+from opcheck.repro_tensors import Tensors, identifier, spell_value
+from opcheck.repro_text import frame
 from opcheck.runstate import RunState
 
 __all__ = ["Sides", "Text", "recorded_text", "sides_text"]

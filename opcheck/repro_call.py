@@ -15,7 +15,8 @@ from opcheck.golden_rules import wider
 from opcheck.packing import Packed, View, tree_items
 from opcheck.records import Metrics
 from opcheck.repro_limits import Limit, limits_of
-from opcheck.repro_text import Registered, Tensors, frame, identifier, spell_value
+from opcheck.repro_tensors import Tensors, identifier, spell_value
+from opcheck.repro_text import Registered, frame
 from opcheck.rerun import Again, KeptCall
 
 __all__ = ["Script", "script_of"]
