@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modulecheck.compared import Array, References
-from modulecheck.trial import LIMITS, SENSITIVE_DRAWS, Trial
+from modulecheck.trial import LIMITS, SENSITIVE_DRAWS, Limits, Measured, Trial
 from opcheck import tolerances as tol
 from opcheck.arrays import spacing_of
 from opcheck.errors import ReproError
@@ -159,4 +160,20 @@ def _granted(
         found = trial.measure(*sides, moved)
     allowed = np.zeros(trial.keep.size)
     allowed[trial.keep] = found.allowed * LIMITS[dtype].q
-    return {**limit, "allowed": allowed, **({"by_dtype": True} if apart else {})}
+    limit |= {"allowed": allowed, **({"by_dtype": True} if apart else {})}
+    return {**limit, **_of_all(trial, found, LIMITS[dtype])}
+
+
+def _of_all(trial: Trial, found: Measured, limits: Limits) -> Limit:
+    """The two tests of a small error that is in all elements."""
+    if trial.golden.size < tol.MIN_ELEMENTS:
+        return {}
+    limit: Limit = {"max_rms": limits.rms_ratio * found.rms_unit}
+    if trial.tests_shift():
+        unit = np.full(trial.keep.size, math.inf)  # others have no part in the mean
+        unit[trial.keep] = found.allowed
+        limit |= {
+            "max_shift": found.shift_limit, "unit": unit, "clamp": math.inf,
+            "from_rounded": False,
+        }  # fmt: skip
+    return limit

@@ -60,6 +60,8 @@ class Measured:
     worst: int
     num_out: int
     rms_ratio: float
+    rms_unit: float
+    """The rms error of which it is a multiple."""
     shift: float
     shift_limit: float
     allowed: Array
@@ -145,13 +147,15 @@ class Trial:
         floor = max(tol.ROUNDING_RMS * tol.EPS[self.dtype] * typical, rms(share * moved))
         sign = np.sign(golden)
         limits = self.limits
+        rms_unit = max(rms(own), floor, 1e-300)
         shift, shift_of_eager = (float(np.mean(item / allowed * sign)) for item in (error, own))
         return Measured(
             float(q.max()),
             int(q.argmax()),
             int(np.count_nonzero(q > limits.q)),
-            rms(error) / max(rms(own), floor, 1e-300),
-            shift if self._tests_shift() else 0.0,
+            rms(error) / rms_unit,
+            rms_unit,
+            shift if self.tests_shift() else 0.0,
             limits.shift
             + SHIFT_OF_EAGER * abs(shift_of_eager)
             + SHIFT_BY_CHANCE / math.sqrt(golden.size),
@@ -179,7 +183,8 @@ class Trial:
         allowed += tol.compute_eps(self.dtype) * typical_of(golden)
         return np.asarray(allowed)
 
-    def _tests_shift(self) -> bool:
+    def tests_shift(self) -> bool:
+        """There are elements enough, of different values, for a mean to say something."""
         if self.golden.size < tol.MIN_ELEMENTS:
             return False
         sample = round_to(self.golden[: tol.DISTINCT_SAMPLE], self.dtype)

@@ -115,10 +115,12 @@ def replay_folder(folder: Path, *, load: Sequence[str]) -> int:
     Raises:
         ReproError: a library cannot be loaded.
     """
-    _load(load)
+    from opcheck import _torch
     from opcheck.drift import Drift
     from opcheck.recorded_calls import read_call, recorded_files
 
+    _torch.kernels()  # torch's own are known before any other is loaded
+    _load(load)
     drift = Drift()
     counts: Counter[str] = Counter()
     machines: set[str] = set()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from modulecheck import PrecisionChecker
+from modulecheck.graph_limits import loaded
 from modulecheck.graph_repro import write_graph_repro
 from opcheck.errors import ReproError
 from tests.compiled import DYNAMO_WARNS, needs_compiler
@@ -152,6 +153,23 @@ def test_nodes_of_one_kernel(tmp_path: Path) -> None:
     assert ".as_strided((16, 8), (1, 16), 0)" in script.read_text()
     assert run_file(script).returncode == 0
     assert run_file(script, before=WRONG_TANH).returncode == 1
+
+
+@pytest.mark.parametrize("fault", ["none", "lean", "scattered"])
+def test_small_errors_of_all_elements_are_seen(tmp_path: Path, fault: str) -> None:
+    torch.manual_seed(0)
+    graph, inputs = captured(nn.Tanh(), 2.0 * torch.randn(64, 64))
+    file: Any = loaded(write_graph_repro(tmp_path, graph, inputs, name="x", backend="aot_eager"))
+    expected, beside = file.in_float64(), file.in_eager()
+    (limit,) = file.limits()
+    share = {"none": 0.0, "lean": 0.9, "scattered": 0.9}[fault]
+    room = share * torch.tensor(limit["allowed"]).reshape(64, 64)
+    sign = torch.ones(64, 64) if fault == "lean" else torch.sign(torch.randn(64, 64))
+    limit = {key: limit[key] for key in limit if key != "max_rms"} if fault == "lean" else limit
+    actual = [beside[0] + room * sign * beside[0].sign()]
+    of_elements = {**limit, "max_shift": 1e9, "max_rms": 1e9}
+    assert file.verdict([of_elements], actual, expected, beside) == 0
+    assert file.verdict([limit], actual, expected, beside) == (fault != "none")
 
 
 def test_what_no_other_process_can_call_is_refused(tmp_path: Path) -> None:

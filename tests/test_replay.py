@@ -162,6 +162,29 @@ def test_recorded_calls_are_judged_as_in_the_step(tmp_path: Path, capsys: Any) -
         assert record.reason in line
 
 
+OVERRIDE = """
+import torch
+import warnings
+warnings.simplefilter("ignore")
+library = torch.library.Library("aten", "IMPL")
+wrong = lambda x, approximate="none": x * 0.5005 * (1 + torch.erf(x / 2**0.5))
+library.impl("gelu", wrong, "CPU", allow_override=True)
+"""
+
+
+def test_a_library_that_is_loaded_is_not_the_reference_of_recorded_calls(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    failing(tmp_path, repro_dir=None, record="failures", record_dir=folder)
+    (tmp_path / "library.py").write_text(OVERRIDE)
+    done = subprocess.run(
+        [sys.executable, "-m", "opcheck", "replay", str(folder), "--load", "library.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 FAIL" in done.stdout
+
+
 def test_in_place_and_list_results_come_back(tmp_path: Path, capsys: Any) -> None:
     workload = models.mlp()
     optimizer = torch.optim.AdamW(workload.model.parameters(), lr=0.1, foreach=True)
