@@ -188,7 +188,7 @@ def _replay(chosen: argparse.Namespace) -> int:
 
 _RUN_OPTIONS = (
     "log_dir", "rtol", "atol", "criterion", "max_checks", "max_overhead", "max_numel", "large",
-    "include", "exclude", "modules", "start_step", "num_steps", "blame", "repeat",
+    "workers", "include", "exclude", "modules", "start_step", "num_steps", "blame", "repeat",
 )  # fmt: skip
 
 
@@ -369,6 +369,10 @@ def _add_run(
     )  # fmt: skip
     parser.add_argument("--max-numel", type=_count, metavar="N", default=unset)
     parser.add_argument("--large", choices=("sample", "skip", "full"), default=unset)
+    parser.add_argument(
+        "--workers", type=_count, metavar="N", default=unset,
+        help="threads that check beside the step",
+    )  # fmt: skip
     for name, text in (
         ("--include", "ops to check (repeat for more)"),
         ("--exclude", "ops not to check"),

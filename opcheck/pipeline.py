@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opcheck import _torch
+from opcheck.beside import Beside
 from opcheck.births import Births, asks_for_nonfinite, is_cast_to_half, sentence
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, OpTraits, Site, traits_of
@@ -107,6 +108,12 @@ class Pipeline:
         self._declared = DeclaredDtypes()
         self._exhaustion = Exhaustion(settings)
         self.planter = Planter() if settings.selftest else None
+        needs_live_calls = keepers or self._followers.is_on or self.planter is not None
+        self._beside = (
+            Beside(settings.workers, compare=self._compared_beside, conclude=self._settled)
+            if settings.workers and not needs_live_calls
+            else None
+        )
 
     # ---- told by the mode ----
 
@@ -215,12 +222,25 @@ class Pipeline:
     ) -> SkipReason | None:
         """Why not to check a computing call, from what is known before it runs."""
         skip = self._policy.outside(traits, site.module, self.step)
+        if skip is None and self._beside is not None:
+            attempts = self._settled_attempts(tuple(found.key), attempts)
         skip = skip or self._policy.unfit(found, attempts)
         if skip is None and self._budget is not None:
             place = (site.module, site.phase, tuple(found.key))
             if not self._budget.admits(place, op=traits.name, numel=found.largest):
                 return SkipReason.OUT_OF_TIME
         return skip
+
+    def _settled_attempts(self, signature: tuple[Any, ...], attempts: int) -> int:
+        """Checks so far; near the end of the budget the outcome of those that wait is asked for."""
+        beside, limit = self._beside, self._settings.max_checks
+        if beside is None or limit is None or attempts >= limit:
+            return attempts
+        waiting = beside.num_waiting(signature)
+        if not waiting or attempts + waiting < limit:
+            return attempts
+        beside.settle()
+        return self.ledger.counts_of(signature).attempts
 
     def _prepare(self, call: Call) -> None:
         """Keep what the op may change."""
@@ -255,6 +275,11 @@ class Pipeline:
         start = perf_counter()
         counts = self.ledger.counts_of(call.signature)
         skip = self._policy.late(call) or self._unfit_result(call, out)
+        if skip is None and self._beside is not None:
+            if self._beside.takes(call, out):
+                self.ledger.check_seconds += perf_counter() - start
+                return None
+            self._beside.settle()
         if skip is None:
             skip = self._judge(call, out)
         if skip is not None:
@@ -299,22 +324,57 @@ class Pipeline:
         return None
 
     def _judge(self, call: Call, out: Any) -> SkipReason | None:
+        with _torch.outside_everything():
+            judged, blame = self._tried(call, out)
+        if isinstance(judged, SkipReason):
+            return judged
+        self._found(call, out, judged, blame)
+        return None
+
+    def _tried(self, call: Call, out: Any) -> tuple[Judged | SkipReason, Blame | None]:
+        """The comparison; it changes nothing but the call."""
+        try:
+            return self._compared(call, out, *self._tolerances(call))
+        except (NotImplementedError, RuntimeError) as error:
+            if is_missing_kernel(error):
+                return SkipReason.REFERENCE_NOT_AVAILABLE, None
+            raise
+        finally:
+            if call.rng_before is not None:
+                restore_generators(call.rng_before)
+
+    def _tolerances(self, call: Call) -> tuple[float, float]:
         settings = self._settings
-        rtol, atol = documented_tolerances(
+        return documented_tolerances(
             rtol=settings.rtol, atol=settings.atol, half=any(d in _HALF for d in call.signature)
         )
+
+    def _compared_beside(self, call: Call, out: Any) -> tuple[Judged | SkipReason, Blame | None]:
+        """In a worker's thread."""
         with _torch.outside_everything():
-            try:
-                judged, blame = self._compared(call, out, rtol, atol)
-            except (NotImplementedError, RuntimeError) as error:
-                if is_missing_kernel(error):
-                    return SkipReason.REFERENCE_NOT_AVAILABLE
+            return self._tried(call, out)
+
+    def _settled(self, call: Call, out: Any, result: Callable[[], Any]) -> None:
+        """A worker is done with a call: the rest, in the step's thread and in order of dispatch."""
+        depth = _torch.reference_depth()
+        counts = self.ledger.counts_of(call.signature)
+        try:
+            judged, blame = result()
+            if not isinstance(judged, SkipReason):
+                self._found(call, out, judged, blame)
+                counts.attempts += 1
+            else:
+                self.ledger.skip(judged, counts)
+        except BaseException as error:  # our crash must not be the user's
+            _torch.leave_references(depth)
+            if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            finally:
-                if call.rng_before is not None:
-                    restore_generators(call.rng_before)
-            if isinstance(judged, SkipReason):
-                return judged
+            self._crashed(call, out)
+
+    def _found(self, call: Call, out: Any, judged: Judged, blame: Blame | None) -> None:
+        """What follows of a comparison."""
+        rtol, atol = self._tolerances(call)
+        with _torch.outside_everything():
             found = judged.found
             if call.in_kernel and found.passed:
                 found = with_changed_inputs(call, out, found)
@@ -331,7 +391,6 @@ class Pipeline:
             record = self._record(call, out, found, judged.label, rtol, atol)
             record = self._followers.noted(record, call, blame)
         self._judged(call, out, _Held(record, call.site, call.signature, found.compared), held=held)
-        return None
 
     def _judged(self, call: Call, out: Any, item: _Held, *, held: bool) -> None:
         for keeper in self._keepers:
@@ -448,6 +507,7 @@ class Pipeline:
         """Judge what was held back until now."""
         with self.lock:
             held, frame.held = frame.held, []
+            self._settle()
             for item in held:
                 born = self._origin(frame, kwargs, output, item.record)
                 self._finish(replace(item, record=_with_origin(item.record, born)))
@@ -522,6 +582,7 @@ class Pipeline:
 
     def coverage(self) -> Coverage:
         """Everything so far; other threads may be counting."""
+        self.settle()
         with self.lock:
             coverage = replace(
                 self.ledger.coverage(),
@@ -530,9 +591,26 @@ class Pipeline:
             )
             return self._followers.completed(coverage)
 
+    def _settle(self) -> None:
+        if self._beside is not None:
+            self._beside.settle()
+
+    def settle(self) -> None:
+        """Wait for what workers have; in another thread than the step's, do nothing."""
+        if self._beside is not None and self._beside.is_my_thread:
+            with self.lock:
+                self._beside.settle()
+
+    def close(self, *, wait: bool) -> None:
+        """The context is left: conclude on what workers still have, or drop it; end them."""
+        if self._beside is not None:
+            with self.lock:
+                self._beside.close(wait=wait)
+
     def end_step(self) -> None:
         """The next call belongs to the next step."""
         with self.lock:
+            self._settle()
             self.release()
             self.step += 1
             if self._budget is not None:

@@ -64,6 +64,7 @@ def check(
     log_once: bool = True,
     max_numel: int = 1_000_000,
     large: str = "sample",
+    workers: int = 0,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     modules: str | Iterable[str] = (),
@@ -104,6 +105,11 @@ def check(
         max_numel: largest tensor, argument or result, of a call that is compared whole.
         large: what becomes of larger calls: "sample" looks at a share of them, "skip" counts
             them, "full" compares them whole, whatever memory that takes.
+        workers: threads that compute references beside the step, on copies of at most 1 GiB; what
+            is found, and in which order, does not change. The end of a step, and of the context,
+            waits for them. Judged in the step all the same: large calls, those of optimizers, of
+            random ops, on another device, of overridden kernels, with NaN or Inf, and all with
+            `blame`, `repeat`, `selftest`, `repro_dir` or `record`.
         include: globs over op names (`aten.add.*`, `add`, `add.Tensor`); only these are checked.
         exclude: globs over op names that are not checked.
         modules: globs over module names; a module's children are included.
@@ -151,8 +157,8 @@ def check(
     settings = Settings.from_arguments(
         log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
         max_overhead=max_overhead, log_once=log_once, max_numel=max_numel, large=large,
-        include=include, exclude=exclude,
-        modules=modules, start_step=start_step, num_steps=num_steps, on_failure=on_failure,
+        workers=workers, include=include, exclude=exclude, modules=modules,
+        start_step=start_step, num_steps=num_steps, on_failure=on_failure,
         seed=seed, quiet=quiet, blame=blame, repeat=repeat, selftest=selftest,
         max_shadow_bytes=max_shadow_bytes,
         repro_dir=repro_dir, repro_seconds=repro_seconds, max_repros=max_repros,
@@ -221,6 +227,7 @@ class Session:
     @property
     def records(self) -> list[OpRecord]:
         """Every checked call and every ERROR, in order of dispatch."""
+        self._pipeline.settle()
         if not self._in_order:
             self._records.sort(key=lambda record: record.index)
             self._in_order = True
@@ -371,11 +378,16 @@ class Session:
         if exits is None:
             return
         with exits:
-            self._pipeline.release()
-            self._pipeline.forget_values()
-            if self._budget is not None:
-                self._budget.left()
             exits.callback(self._write_coverage)
+            try:
+                if not is_fork:
+                    stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+                    self._pipeline.close(wait=not stopped)
+            finally:
+                self._pipeline.release()
+                self._pipeline.forget_values()
+                if self._budget is not None:
+                    self._budget.left()
         if self._surroundings is not None:
             later = Surroundings.now(self._tracker.model)
             self._certificate = self._surroundings.beside(later)

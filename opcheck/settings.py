@@ -55,6 +55,7 @@ class Settings:
     large: str = "sample"
     max_overhead: float | None = None
     """Seconds of checking for each second of the step's own; None: not bounded."""
+    workers: int = 0
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -100,6 +101,7 @@ class Settings:
             max_numel=_count("max_numel", given["max_numel"]),
             large=_one_of("large", given["large"], LARGE),
             max_overhead=max_overhead,
+            workers=_count("workers", given.get("workers", 0)),
             include=_globs("include", given["include"]),
             exclude=_globs("exclude", given["exclude"]),
             modules=_globs("modules", given["modules"]),

@@ -40,6 +40,7 @@ LAYERS = {
         {"drift", "large_table", "projection", "runnotes", "verdicts"},
         {"compare", "merging", "report", "rundiff"},
         {
+            "beside",
             "births",
             "blame",
             "certificate",

@@ -48,6 +48,7 @@ CHECK_PARAMETERS = {
     "log_once": True,
     "max_numel": 1_000_000,
     "large": "sample",
+    "workers": 0,
     "include": (),
     "exclude": (),
     "modules": (),

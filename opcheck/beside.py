@@ -1,0 +1,226 @@
+"""References in worker threads beside the step (`workers=`). What they find never changes with it.
+
+A worker gets copies: the step goes on and may write to what it was given. It compares, and nothing
+more. Everything with a memory (counts, records, evidence over many calls, callbacks) happens in the
+step's thread, in the order in which the calls were dispatched. What cannot be copied, or needs the
+live call, waits for those before it and is judged at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opcheck import _torch
+from opcheck.calls import Call
+
+__all__ = ["MAX_BYTES", "Beside"]
+
+MAX_BYTES = 1 << 30
+"""Of copies that wait or are being judged."""
+_WASTE = 1 << 20
+"""Bytes that a view may drag along beyond twice its own."""
+_QUIET_SECONDS = 1.0
+"""Waiting is shown from then on."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    call: Call
+    out: Any
+    found: Future[Any]
+    num_bytes: int
+
+
+class Beside:
+    """The calls of a session that workers judge.
+
+    Args:
+        num_workers: threads, at least 1.
+        compare: what a worker does with a call and its result.
+        conclude: what the step's thread does with what `compare` gave, through a function that
+            returns it or raises what it raised. May raise Ctrl-C alone.
+        max_bytes: of copies held at a time.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        compare: Callable[[Call, Any], Any],
+        conclude: Callable[[Call, Any, Callable[[], Any]], None],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._num_workers = num_workers
+        self._compare = compare
+        self._conclude = conclude
+        self._max_bytes = max_bytes
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+        self._thread = 0
+        self._queue: deque[_Waiting] = deque()
+        self._held_bytes = 0
+        self.peak_bytes = 0
+        self._of_signature: Counter[tuple[Any, ...]] = Counter()
+
+    def takes(self, call: Call, out: Any) -> bool:
+        """Hand a call over, where that changes nothing; False: it is to be judged at once."""
+        if not _needs_nothing_live(call):
+            return False
+        if self._process != os.getpid():  # made before a fork: what waits there is the parent's
+            self._forget()
+            self._pool, self._process = None, os.getpid()
+        room = self._max_bytes - self._held_bytes
+        with _torch.outside_everything():
+            copied = _copied(call, out, room)
+        if copied is None:
+            return False
+        self._collect(all_of_them=False)
+        mine, result, num_bytes = copied
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="opcheck")
+        found = self._pool.submit(self._compare, mine, result)
+        self._queue.append(_Waiting(mine, result, found, num_bytes))
+        self._thread = threading.get_ident()
+        self._held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self._of_signature[call.signature] += 1
+        return True
+
+    @property
+    def is_my_thread(self) -> bool:
+        """True in the thread that handed calls over, where alone they are concluded on."""
+        return self._thread == threading.get_ident()
+
+    def num_waiting(self, signature: tuple[Any, ...]) -> int:
+        """Calls of a signature whose outcome is not known yet."""
+        return self._of_signature[signature]
+
+    def settle(self) -> None:
+        """Wait for every call that was handed over, and conclude on it."""
+        self._collect(all_of_them=True)
+
+    def close(self, *, wait: bool) -> None:
+        """Leave no thread behind; without `wait`, calls that nobody began are dropped.
+
+        Raises:
+            KeyboardInterrupt: while waiting; what was not concluded on has no outcome then.
+        """
+        try:
+            if wait:
+                self._collect(all_of_them=True, show=sys.stderr.isatty())
+        finally:
+            self._forget()
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _forget(self) -> None:
+        self._queue.clear()
+        self._of_signature.clear()
+        self._held_bytes = 0
+
+    def _collect(self, *, all_of_them: bool, show: bool = False) -> None:
+        """Conclude in order of dispatch, as far as outcomes are there."""
+        if self._process != os.getpid():  # a fork has the queue and not the threads
+            return
+        begin = time.monotonic()
+        shown = False
+        try:
+            while self._queue and (all_of_them or self._queue[0].found.done()):
+                first = self._queue[0]
+                while show and not first.found.done():
+                    shown = shown or time.monotonic() - begin > _QUIET_SECONDS
+                    if shown:
+                        _show(f"\ropcheck: {len(self._queue):,} calls are still being checked ")
+                    wait([first.found], timeout=0.2)
+                if not first.found.done():
+                    wait([first.found])
+                self._queue.popleft()
+                self._held_bytes -= first.num_bytes
+                self._of_signature[first.call.signature] -= 1
+                self._conclude(first.call, first.out, first.found.result)
+        finally:
+            if shown:
+                _show("\r" + " " * 60 + "\r")
+
+
+def _show(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _needs_nothing_live(call: Call) -> bool:
+    """Its outcome hangs on copies of its tensors alone."""
+    return not (
+        call.is_large
+        or call.on_device
+        or call.in_kernel
+        or call.before_groups
+        or call.rng_before is not None
+        or call.site.phase == "optimizer"  # who owns what it writes to is asked by identity
+        or _torch.kernels().is_overridden(call.traits.qualified)
+        or _torch.kernels().original(call.traits.qualified) is None
+    )
+
+
+def _copied(call: Call, out: Any, room: int) -> tuple[Call, Any, int] | None:
+    """A call on copies, with memory shared as in the original, and their bytes.
+
+    None where there is no room, where a copy would not be the same, and where a value is not
+    finite: what made that is asked of the live module.
+    """
+    leaves = [
+        item
+        for item in _torch.tree_leaves((call.args, call.kwargs, out))
+        if isinstance(item, Tensor)
+    ]
+    storages: dict[int, Any] = {}
+    wanted = 0
+    for tensor in leaves:
+        if not _torch.is_plain_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        wanted += tensor.numel() * tensor.element_size()
+    held = sum(storage.nbytes() for storage in storages.values())
+    kept = sum(copy.numel() * copy.element_size() for copy in call.before.values())
+    if held + kept > room or held > 2 * wanted + _WASTE or not all(map(_is_finite, leaves)):
+        return None
+    memory = {key: storage.clone() for key, storage in storages.items()}
+    copies: dict[int, Tensor] = {}
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        known = copies.get(id(value))
+        if known is None:
+            known = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+                memory[value.untyped_storage()._cdata],
+                value.storage_offset(),
+                value.size(),
+                value.stride(),
+            )
+            copies[id(value)] = known
+        return known
+
+    args, kwargs, result = _torch.tree_map(copy_of, (call.args, call.kwargs, out))
+    before = {id(copies[key]): earlier for key, earlier in call.before.items() if key in copies}
+    mine = replace(call, args=args, kwargs=kwargs, before=before, wide_storages={}, frame=None)
+    return mine, result, held + kept
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return True
+    return bool(torch.isfinite(tensor).all())
