@@ -23,11 +23,13 @@ __all__ = [
     "compile_inner",
     "compile_lowered",
     "compiled_alone",
+    "concrete",
     "decompositions",
     "inductor_options",
     "isolated",
     "lowerings",
     "strided_copy",
+    "symbol_is",
 ]
 
 AOT_STAGES = ("eager", "aot_eager", "aot_eager_decomp_partition", "inductor")
@@ -113,6 +115,8 @@ class Lowered:
     """Name of a buffer -> name of the FX node whose value it holds."""
     mutated: dict[str, list[str]] = field(default_factory=dict)
     """Name of a buffer or input -> buffers that stand for its later values, in order."""
+    problem: str = ""
+    """Why nothing is known of the code."""
 
 
 @contextlib.contextmanager
@@ -126,7 +130,11 @@ def lowerings() -> Iterator[list[Lowered]]:
     @functools.wraps(original)
     def noting(self: Any) -> Any:
         module = original(self)
-        found.append(_lowered(self, module))
+        try:
+            found.append(_lowered(self, module))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user's compile goes on
+            problem = f"the generated code cannot be looked into: {type(error).__name__}: {error}"
+            found.append(Lowered(module, "", {}, problem=problem))
         return module
 
     GraphLowering.compile_to_module = noting  # type: ignore[method-assign]
@@ -224,3 +232,27 @@ def strided_copy(value: Any) -> Any:
 
     with _torch.no_modes():
         return clone_preserve_strides(value.detach()) if isinstance(value, Tensor) else value
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def concrete(value: Any, sizes: dict[Any, Any]) -> Any:
+    """A size or several, with what their symbols stand for put in; text where one is left."""
+    if isinstance(value, torch.Size):
+        return tuple(concrete(item, sizes) for item in value)
+    if not isinstance(value, torch.SymInt):
+        return value
+    found = value.node.expr.xreplace(sizes)
+    return int(found) if found.is_Integer else str(found)
+
+
+def symbol_is(size: Any, other: Any) -> dict[Any, Any]:
+    """What the symbol stands for, where a size is nothing but a symbol."""
+    import sympy  # type: ignore[import-untyped] # it has no stubs
+
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    if not isinstance(expression, sympy.Symbol):
+        return {}
+    theirs = other.node.expr if isinstance(other, torch.SymInt) else sympy.Integer(int(other))
+    return {expression: theirs}

@@ -28,6 +28,7 @@ __all__ = [
     "is_compiled_wrapper",
     "is_fsdp2",
     "is_gathered",
+    "is_own_inductor",
     "lacks_cpp_compiler",
     "load_backend",
     "local_part",
@@ -89,6 +90,13 @@ def load_backend(backend: Any) -> Callable[..., Any]:
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)
+
+
+def is_own_inductor(backend: Any) -> bool:
+    """True for "inductor", unless somebody has registered another backend by that name."""
+    if not isinstance(backend, str) or backend != "inductor":
+        return False
+    return load_backend(backend).__module__ == "torch._dynamo.backends.inductor"
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -36,6 +36,10 @@ def with_advice(
         budget: of compiles; what it refuses is not tried, and not printed.
         on_progress: told what is tried.
     """
+    if ladder.of_step and budget.allows_compile("the call compiled again"):
+        on_progress("compiling the call again")
+        if _passes(place.rerun, ladder):
+            return [_of_step_alone(item) for item in culprits]  # nothing left to help
     advice: list[str] = []
     for text, context in _remedies(culprits, place, ladder):
         if not budget.allows_compile(f"advice: {text}"):
@@ -46,6 +50,11 @@ def with_advice(
         if helps:
             advice.append(f"{text} (tried: the failing tensors then pass)")
     return [dataclasses.replace(item, advice=tuple(advice)) for item in culprits]
+
+
+def _of_step_alone(culprit: Culprit) -> Culprit:
+    text = f"{culprit.explanation} Only the code that the step ran is wrong: compiled again, the"
+    return dataclasses.replace(culprit, explanation=f"{text} call is right.")
 
 
 def _remedies(

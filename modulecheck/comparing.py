@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from modulecheck import _torch
+from modulecheck.artifacts import Artifact
 from modulecheck.compared import Compared, Rule, documented
 from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.hooks import RegionGradients
@@ -49,6 +50,8 @@ class ModuleCall:
         self.error: str | None = None
         self.agreement: Agreement | None = None
         """Of a call that cannot be run again by one rank alone."""
+        self.artifacts: tuple[Artifact, ...] = ()
+        """What ran compiled."""
         self._recorder = recorder
         self._offered: set[Key] = set()
         self._pairs = Pairs(rule, golden_always=golden_always)
@@ -86,6 +89,7 @@ class ModuleCall:
             self._ran_again = self._ran_again or self.region.ran_again
             self.region.release()
         self._replayed = self.snapshot = self.region = None
+        self.artifacts = ()
         self._pairs.release()
 
     # ---- forward ----
@@ -231,7 +235,7 @@ class ModuleCall:
             self.name, self.module, self.snapshot,
             failed=[item.key for item in failed],
             actual={item.key: item.actual for item in failed if item.actual is not None},
-            sources=sources, grads=grads, index=self.index,
+            sources=sources, grads=grads, index=self.index, artifacts=self.artifacts,
         )  # fmt: skip
 
     def _reconsidered(self, item: Item, result: Compared) -> Compared:

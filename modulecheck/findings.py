@@ -12,6 +12,7 @@ from modulecheck.budget import Budget
 from modulecheck.compared import Compared
 from modulecheck.culprit import NOT_REPRODUCED, Culprit
 from modulecheck.goldens import Key
+from modulecheck.graph_capture import Captured
 from modulecheck.ladder import Ladder
 from modulecheck.node_origin import Origin, names_of, origin_of
 from modulecheck.recording import phase_of
@@ -26,10 +27,17 @@ class Place:
     def __init__(self, rerun: Rerun) -> None:
         self.rerun = rerun
         self._names = names_of(rerun.module)
+        self._of_step: dict[fx.Graph, dict[int, str]] = {}
+
+    def learn(self, graphs: Iterable[Captured]) -> None:
+        """Graphs of the step are of the user's modules, those of a run again of copies of them."""
+        for captured in graphs:
+            if captured.names is not None:
+                self._of_step[captured.lowered_graph.graph] = captured.names
 
     def origin(self, node: fx.Node) -> Origin:
         """Op, module inside the failing module, and line of a node."""
-        return origin_of(node, self._names)
+        return origin_of(node, self._of_step.get(node.graph, self._names))
 
     def fqn(self, inner: str) -> str:
         """Inside the model."""
@@ -94,6 +102,8 @@ def not_reproduced(
         else "it is compiled alone, from its inputs, apart from the step",
         f"torch {torch.__version__}",
     ]
+    if ladder is not None and ladder.top == "inductor":
+        differs.append(ladder.step_code)
     if ladder is not None and ladder.capture is not None:
         differs.append(
             f"{len(ladder.capture.given)} graphs, {ladder.capture.num_runs} runs of them"

@@ -11,7 +11,7 @@ from torch import fx
 from modulecheck import _inductor
 from modulecheck.snapshot import RandomState
 
-__all__ = ["Capture", "Captured", "Given", "GraphRun"]
+__all__ = ["Capture", "Captured", "Given", "GraphRun", "copied", "noted"]
 
 MOST_RUNS = 8
 """Runs of one graph whose inputs are kept; equal code in a loop shares a graph."""
@@ -38,6 +38,8 @@ class Captured:
     compiled: Any
     is_backward: bool
     runs: list[GraphRun] = field(default_factory=list)
+    names: dict[int, str] | None = None
+    """By id, the submodules that its nodes are of; None: those of the run again."""
 
     @property
     def phase(self) -> str:
@@ -70,7 +72,7 @@ class Capture:
         """A backend, each graph that it is given kept."""
 
         def compile_graph(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            mine = _copied(graph)
+            mine = copied(graph)
             compiled = backend(graph, inputs, **options)
             given = Given(mine, [], [])
             self.given.append(given)
@@ -97,19 +99,12 @@ class Capture:
             captured = Captured(graph, graph, None, graph, is_backward)
             self.graphs.append(captured)
 
-            def run(args: list[Any]) -> Any:
-                if len(captured.runs) < MOST_RUNS:
-                    copies = [_inductor.strided_copy(item) for item in args]
-                    captured.runs.append(GraphRun(copies, RandomState.now()))
-                return fx.Interpreter(graph).boxed_run(args)
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
+            return noted(captured, fx.Interpreter(graph).boxed_run)
 
         return compile_graph
 
     def _compile(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        traced = _copied(graph)
+        traced = copied(graph)
         with _inductor.lowerings() as lowered:
             compiled = _inductor.compile_inner(graph, inputs, **options)
         captured = Captured(
@@ -121,17 +116,23 @@ class Capture:
         )
         self.graphs.append(captured)
 
-        def run(args: list[Any]) -> Any:
-            if len(captured.runs) < MOST_RUNS:
-                copies = [_inductor.strided_copy(item) for item in args]
-                captured.runs.append(GraphRun(copies, RandomState.now()))
-            return compiled(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined] # else AOT autograd passes *args
-        return run
+        return noted(captured, compiled)
 
 
-def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+def noted(captured: Captured, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A function that takes its inputs in one list, with copies of them kept in `captured.runs`."""
+
+    def noting(args: list[Any]) -> Any:
+        if len(captured.runs) < MOST_RUNS:
+            copies = [_inductor.strided_copy(item) for item in args]
+            captured.runs.append(GraphRun(copies, RandomState.now()))
+        return run(args)
+
+    noting._boxed_call = True  # type: ignore[attr-defined] # else AOT autograd passes *args
+    return noting
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
     """The same ops with their meta; parameters and constants are shared, nobody writes them.
 
     A deep copy would copy the fake tensors in `meta` too, which those of constants refuse.

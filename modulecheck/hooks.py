@@ -10,16 +10,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
+from modulecheck.artifacts import Artifact, compiled_and_kept
+from modulecheck.node_origin import names_of
 from modulecheck.replay import arguments, replaying
 
-__all__ = ["Boundary", "RegionGradients", "counted"]
+__all__ = ["Boundary", "Ran", "RegionGradients", "counted"]
 
 Key = tuple[str, int | str]
 """("input", place), ("parameter", name), ("output", place)."""
@@ -28,11 +32,26 @@ Key = tuple[str, int | str]
 # ---- compiling in place -------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class Ran:
+    """Compiled graphs that ran in one call."""
+
+    num_runs: int = 0
+    artifacts: list[Artifact] = field(default_factory=list)
+    """Each once, in order; empty where the backend is not inductor."""
+
+    def note(self, artifact: Artifact | None) -> None:
+        """One run."""
+        self.num_runs += 1
+        if artifact is not None and artifact not in self.artifacts:
+            self.artifacts.append(artifact)
+
+
 class _Executions(threading.local):
-    """Counts runs of compiled graphs for the calls that are open on this thread."""
+    """The calls that are open on this thread."""
 
     def __init__(self) -> None:
-        self.open: list[list[int]] = []
+        self.open: list[Ran] = []
 
 
 _executions = _Executions()
@@ -44,8 +63,15 @@ class CountingBackend:
     Two for the same backend are equal, so that Dynamo reuses code that an earlier one compiled.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, module: nn.Module) -> None:
+        """Compile for a module.
+
+        Args:
+            backend: of `torch.compile`.
+            module: names what is inside it; is not kept alive by Dynamo's cache.
+        """
         self.backend = backend
+        self._module = weakref.ref(module)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CountingBackend) and self.backend == other.backend
@@ -54,14 +80,23 @@ class CountingBackend:
         return hash(self.backend) if isinstance(self.backend, str) else id(self.backend)
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
-        compiled = _torch.load_backend(self.backend)(graph, inputs, **options)
+        artifact = None
+        if _torch.is_own_inductor(self.backend):
+            artifact = compiled_and_kept(graph, inputs, self._names(), **options)
+            compiled = artifact.compiled
+        else:
+            compiled = _torch.load_backend(self.backend)(graph, inputs, **options)
 
         def run(*args: Any) -> Any:
-            for count in _executions.open:
-                count[0] += 1
+            for ran in _executions.open:
+                ran.note(artifact)
             return compiled(*args)
 
         return run
+
+    def _names(self) -> dict[int, str]:
+        module = self._module()
+        return {} if module is None else names_of(module)
 
 
 def _eager(module: nn.Module) -> Callable[..., Any]:
@@ -77,7 +112,7 @@ def _compiled(
         call = _torch.inlined(_with_autocast(call, device, cast_dtype), tag)
     elif _torch.compiles_only_inlined(module):
         call = _torch.inlined(call, _tag(module, None))
-    return torch.compile(call, backend=CountingBackend(backend))
+    return torch.compile(call, backend=CountingBackend(backend, module))
 
 
 def _with_autocast(call: Any, device: str, dtype: torch.dtype) -> Any:
@@ -168,15 +203,14 @@ class Boundary:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """Counts runs of compiled graphs on this thread; the one number is final after the context."""
-    count = [0]
-    _executions.open.append(count)
+def counted() -> Iterator[Ran]:
+    """Notes runs of compiled graphs on this thread; final after the context."""
+    ran = Ran()
+    _executions.open.append(ran)
     try:
-        yield count
+        yield ran
     finally:
-        # by identity: two equal counts are open where calls nest
-        _executions.open[:] = [item for item in _executions.open if item is not count]
+        _executions.open.remove(ran)
 
 
 # ---- gradients of the real step -----------------------------------------------------------------

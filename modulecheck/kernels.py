@@ -241,7 +241,8 @@ def probe(captured: Captured, run: GraphRun) -> Probed:
     watch = _Watch(captured, lowered, values, inputs_after)
     call = kernel_probe.instrumented(lowered.source, vars(lowered.module), watch)
     if call is None:
-        return Probed(captured, values, not_reached=_inductor.CAPTURE_FAILED)
+        why = lowered.problem or _inductor.CAPTURE_FAILED
+        return Probed(captured, values, not_reached=why)
     given = [_inductor.strided_copy(item) for item in run.inputs]
     kept = list(given)
     with as_drawn(run), torch.no_grad(), _torch.no_modes():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modulecheck import _inductor, _torch
+from modulecheck.artifacts import Reused
 from modulecheck.budget import Budget, Progress
 from modulecheck.compared import Compared
 from modulecheck.goldens import Key
@@ -38,6 +39,10 @@ class Ladder:
     """With which shapes it showed: True, where only a graph of dynamic shapes does."""
     problem: str = ""
     """What the run again raised."""
+    of_step: bool = False
+    """It was reproduced with what the step itself had compiled."""
+    step_code: str = "what the step had compiled is not there"
+    """What became of running that once more, for people."""
 
 
 def name_of(backend: Any) -> str:
@@ -48,31 +53,65 @@ def name_of(backend: Any) -> str:
 
 
 def climb(rerun: Rerun, budget: Budget, on_progress: Progress) -> Ladder:
-    """Run the stages that are needed; call it inside `_inductor.isolated()`."""
-    backend = rerun.call.backend
-    found = Ladder(name_of(backend))
-    for dynamic in (None, True):
-        if not budget.allows_compile(f"the call compiled by {found.top} with other shapes"):
-            return found
-        on_progress(f"compiling with {found.top}" + (" for dynamic shapes" if dynamic else ""))
-        capture = Capture()
-        outcome = _run(rerun, backend, capture, dynamic=dynamic)
-        found.capture = capture
-        if outcome.problem or not capture.num_runs:
-            found.problem = outcome.problem or "Dynamo compiled nothing of it"
-            break
-        failed = rerun.failed(outcome)
-        if failed:
-            found.born, found.failed, found.dynamic = found.top, failed, dynamic
-            break
+    """Run the stages that are needed; call it inside `_inductor.isolated()`.
+
+    What the step itself had compiled runs first: a fault may be in that code alone.
+    """
+    found = Ladder(name_of(rerun.call.backend))
+    if rerun.call.artifacts and found.top == "inductor":
+        on_progress("running what the step had compiled")
+        _run_step_code(rerun, found)
+    if not found.born:
+        _compile_again(rerun, found, budget, on_progress)
     if found.born:
         _descend(rerun, found, budget, on_progress)
     return found
 
 
-def _run(rerun: Rerun, backend: Any, capture: Capture, *, dynamic: bool | None) -> Outcome:
-    own = capture.inductor if name_of(backend) == "inductor" else _torch.load_backend(backend)
-    with _torch.random_as_eager(backend):
+def _run_step_code(rerun: Rerun, found: Ladder) -> None:
+    for dynamic in (None, True):
+        reused, capture = Reused(rerun.call.artifacts), Capture()
+        with reused.watched():
+            outcome = _run(rerun, reused, capture, dynamic=dynamic)
+        if outcome.problem or not capture.num_runs:
+            found.step_code = "what the step had compiled could not be run again"
+            continue
+        failed = rerun.failed(outcome)
+        found.step_code = "what the step had compiled was run again and is right"
+        if failed and not reused.is_whole:
+            found.step_code = (
+                "the code that the step ran was read from a cache of inductor on disk, where no"
+                " kernel of it can be told; it is wrong when it is run again, too"
+            )
+        elif failed:
+            capture.graphs = reused.graphs
+            found.capture, found.of_step = capture, True
+            found.born, found.failed = found.top, failed
+            found.dynamic = True if reused.is_dynamic else dynamic
+        return
+
+
+def _compile_again(rerun: Rerun, found: Ladder, budget: Budget, on_progress: Progress) -> None:
+    for dynamic in (None, True):
+        if not budget.allows_compile(f"the call compiled by {found.top} with other shapes"):
+            return
+        on_progress(f"compiling with {found.top}" + (" for dynamic shapes" if dynamic else ""))
+        capture = Capture()
+        backend = rerun.call.backend
+        own = capture.inductor if found.top == "inductor" else _torch.load_backend(backend)
+        outcome = _run(rerun, own, capture, dynamic=dynamic)
+        found.capture = capture
+        if outcome.problem or not capture.num_runs:
+            found.problem = outcome.problem or "Dynamo compiled nothing of it"
+            return
+        failed = rerun.failed(outcome)
+        if failed:
+            found.born, found.failed, found.dynamic = found.top, failed, dynamic
+            return
+
+
+def _run(rerun: Rerun, own: Any, capture: Capture, *, dynamic: bool | None) -> Outcome:
+    with _torch.random_as_eager(rerun.call.backend):
         return rerun.compiled(capture.around(own), dynamic=dynamic)
 
 

@@ -69,6 +69,7 @@ def _search(place: Place, budget: Budget, progress: Progress) -> list[Culprit]:
     if not ladder.born:
         reason = ladder.problem or "the call run again agrees with eager and float64"
         return [not_reproduced(place, reason, budget, ladder)]
+    place.learn(ladder.capture.graphs if ladder.capture else [])
     found = _SEARCHES.get(ladder.born, in_backend)(place, ladder, budget, progress)
     found = with_advice(found, place, ladder, budget, progress)
     if wrong_eager.keys:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
+from modulecheck.artifacts import Artifact
 from modulecheck.goldens import Key
 from modulecheck.replay import Snapshot
 
@@ -56,6 +57,8 @@ class RecordedCall:
     """Which tensors failed, in the order in which they were compared."""
     backend: Any
     cast_dtype: Any
+    artifacts: tuple[Artifact, ...] = field(default=(), repr=False)
+    """What inductor had compiled and ran in the call; empty where that is not known."""
 
     @classmethod
     def of(
@@ -71,6 +74,7 @@ class RecordedCall:
         index: int = 0,
         backend: Any = "inductor",
         fqn: str | None = None,
+        artifacts: Sequence[Artifact] = (),
     ) -> RecordedCall:
         """Copy the parameters and the gradients; the snapshot and the arrays are taken over.
 
@@ -85,6 +89,7 @@ class RecordedCall:
             index: which call of the module.
             backend: of `torch.compile`.
             fqn: of the module in the model, where that is not its name.
+            artifacts: what ran compiled.
         """
         kind = _torch.own_class(module)
         with _torch.no_modes():
@@ -103,6 +108,7 @@ class RecordedCall:
                 failed=tuple(failed),
                 backend=backend,
                 cast_dtype=snapshot.cast_dtype,
+                artifacts=tuple(artifacts),
             )
 
     @property
@@ -177,6 +183,7 @@ class Recorder:
         sources: Sequence[Key],
         grads: Sequence[Tensor],
         index: int,
+        artifacts: Sequence[Artifact] = (),
     ) -> None:
         """Record a failing call, unless its module has an earlier one for these phases.
 
@@ -197,6 +204,7 @@ class Recorder:
         why = self._record(
             name, module, snapshot,
             failed=failed, actual=actual, sources=sources, grads=grads, index=index,
+            artifacts=artifacts,
         )  # fmt: skip
         for phase in phases:
             if why:

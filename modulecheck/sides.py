@@ -216,10 +216,10 @@ class _Recorder:
         def around(run: Any, args: Any, kwargs: Any) -> Any:
             call = self._before(name, module, args, kwargs)
             hits = len(self._limit_hits)
-            with counted() as executions:
+            with counted() as ran:
                 output = run(*args, **kwargs)
             if call is not None:
-                call.executions, call.limit_hit = executions[0], len(self._limit_hits) > hits
+                call.executions, call.limit_hit = ran.num_runs, len(self._limit_hits) > hits
                 self._after(name, module, call, output)
                 calls.append(call)
             return output

@@ -20,7 +20,7 @@ from torch import nn
 from modulecheck import _torch, trees
 from modulecheck.comparing import ModuleCall
 from modulecheck.graphs import GraphDump
-from modulecheck.hooks import Boundary, RegionGradients, counted
+from modulecheck.hooks import Boundary, Ran, RegionGradients, counted
 from modulecheck.recording import RecordedCall, Recorder
 from modulecheck.remarks import (
     NOT_CALLED,
@@ -131,14 +131,12 @@ class SinglePass:
             )  # fmt: skip
             self._guarded(call, lambda: self._before(call, args, kwargs))
             hits = len(self._limit_hits)
-            with counted() as executions:
+            with counted() as ran:
                 output = compiled(*args, **kwargs)
             watched.calls.append(call)
             if not call.closed:
                 limit_hit = len(self._limit_hits) > hits
-                self._guarded(
-                    call, lambda: self._after(call, output, executions[0], limit_hit=limit_hit)
-                )
+                self._guarded(call, lambda: self._after(call, output, ran, limit_hit=limit_hit))
             return output
 
         return around
@@ -178,14 +176,15 @@ class SinglePass:
         call.agreement = Agreement(self._channel, ranks, name)
 
     @_torch.not_by_dynamo
-    def _after(self, call: ModuleCall, output: Any, executions: int, *, limit_hit: bool) -> None:
+    def _after(self, call: ModuleCall, output: Any, ran: Ran, *, limit_hit: bool) -> None:
         if call.snapshot is None or call.region is None:
             return
         random_after = torch.get_rng_state()
-        if not executions:
+        if not ran.num_runs:
             call.all_ranks_are_ready(ready=False)
             self._not_compiled(call, call.snapshot, limit_hit=limit_hit)
             return
+        call.artifacts = tuple(ran.artifacts)
         if limit_hit:
             call.open_because(RECOMPILE_LIMIT)
         if call.snapshot.parameters_moved(call.module):
