@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch
 from modulecheck.artifacts import Artifact
+from modulecheck.attributes import attribute_tensors
 from modulecheck.compared import Compared, Rule, documented
 from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.hooks import RegionGradients
@@ -111,7 +112,12 @@ class ModuleCall:
             )
 
     def compare_forward(
-        self, output: Any, replayed: Replayed, *, buffers: Mapping[str, Tensor] | None = None
+        self,
+        output: Any,
+        replayed: Replayed,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        attributes: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Outputs, changed arguments, changed buffers.
 
@@ -119,6 +125,7 @@ class ModuleCall:
             output: of the compiled call.
             replayed: the eager one.
             buffers: after the compiled call; None: as the module has them now.
+            attributes: tensors in plain attributes likewise.
         """
         self._pairs.outputs(output, replayed.output)
         if self.snapshot is None or self.region is None:
@@ -127,6 +134,8 @@ class ModuleCall:
         self._pairs.arguments(before, self.region.arguments, replayed.arguments)
         now = dict(self.module.named_buffers()) if buffers is None else buffers
         self._pairs.buffers(self.snapshot.buffers, now, replayed.buffers)
+        held = attribute_tensors(self.module) if attributes is None else attributes
+        self._pairs.attributes(self.snapshot.attributes.tensors(), held, replayed.attributes)
 
     # ---- backward ----
 
@@ -152,7 +161,7 @@ class ModuleCall:
             self.close("")
             return
         by_key = results_of(replayed)
-        sources = [key for key in region.sources if key in region.of_outputs]
+        sources = [key for key in region.sources if key in region.of_outputs and key in by_key]
         grads = [region.of_outputs[key] for key in sources]
         of_inputs, of_parameters = replayed.gradients([by_key[key] for key in sources], grads)
         self._replayed = None

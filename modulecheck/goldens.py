@@ -25,7 +25,7 @@ __all__ = ["Goldens", "Key", "results_of"]
 
 Array = npt.NDArray[Any]
 Key = tuple[str, int | str]
-"""("output", place), ("input", place), ("argument", name), ("buffer", name),
+"""("output", place), ("input", place), ("argument", name), ("attribute", name), ("buffer", name),
 ("grad_input", place), ("param", name)."""
 Results = dict[Key, Array]
 FlippedRun = tuple[str, frozenset[int] | int]
@@ -49,6 +49,8 @@ def results_of(replayed: Replayed) -> dict[Key, Tensor]:
         found[("argument", name)] = tensor
     for name, tensor in replayed.buffers.items():
         found[("buffer", name)] = tensor
+    for name, tensor in replayed.attributes.items():
+        found[("attribute", name)] = tensor
     return found
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.artifacts import Artifact, compiled_and_kept
+from modulecheck.attributes import attribute_tensors
 from modulecheck.node_origin import names_of
 from modulecheck.replay import arguments, replaying
 
@@ -231,7 +232,7 @@ class RegionGradients:
             kwargs: keyword inputs.
             copies: keep the gradients past the backward, which may write to them later.
         """
-        self._copies = copies
+        self._copies, self._module = copies, module
         self.arguments = arguments(args, kwargs)
         self.inputs = trees.tensors((args, kwargs))
         self._input_keys: dict[Any, Key] = {}
@@ -272,7 +273,7 @@ class RegionGradients:
         """
         self._on_first, self._on_done = on_first, on_done
         outputs = self._gradient_sources(output)
-        self.sources = [key for key, _ in outputs]
+        inner: set[Any] = set()
         todo = [tensor.grad_fn for _, tensor in outputs]
         seen: set[Any] = set()
         while todo:
@@ -284,6 +285,14 @@ class RegionGradients:
             if edges:
                 self._listen(node, edges)
             todo += [child for child, nr in node.next_functions if self._goes_on(child, nr)]
+            inner.update(node.next_functions)
+        # what goes on inside cannot be told from what comes in from outside
+        outputs = [
+            (key, tensor)
+            for key, tensor in outputs
+            if key[0] not in ("argument", "attribute") or _identity(tensor) not in inner
+        ]
+        self.sources = [key for key, _ in outputs]
         for key, tensor in outputs:
             if tensor.grad_fn is not None and not self._is_outside(tensor.grad_fn):
                 self._listen_to_output(key, tensor)
@@ -332,7 +341,7 @@ class RegionGradients:
         found: list[tuple[Key, Tensor]] = [(("input", place), item) for place, item in changed]
         taken = {_identity(item) for _, item in changed}
         roots = list(self.inputs)
-        for place, (_, tensor) in enumerate(trees.named_tensors(output)):
+        for source, tensor in self._given(output):
             key = _identity(tensor)
             if not tensor.requires_grad or key in taken or key in self._input_keys:
                 continue
@@ -341,8 +350,17 @@ class RegionGradients:
             if base is not None and any(base is item or base is item._base for item in others):
                 continue  # its gradient arrives through the other one
             taken.add(key)
-            found.append((("output", place), tensor))
+            found.append((source, tensor))
         return found
+
+    def _given(self, output: Any) -> Iterator[tuple[Key, Tensor]]:
+        """Outputs, and what the call has put into its arguments and into attributes."""
+        for place, (_, tensor) in enumerate(trees.named_tensors(output)):
+            yield ("output", place), tensor
+        for name, tensor in trees.named_tensors(self.arguments):
+            yield ("argument", name), tensor
+        for name, tensor in attribute_tensors(self._module).items():
+            yield ("attribute", name), tensor
 
     def _is_outside(self, node: Any) -> bool:
         return bool(node._sequence_nr() < self._first_nr)

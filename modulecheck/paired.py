@@ -82,6 +82,10 @@ class PairedCall:
             compiled.snapshot.buffers, compiled.buffers, eager.buffers,
             eager_before=eager.snapshot.buffers,
         )  # fmt: skip
+        self.pairs.attributes(
+            compiled.snapshot.attributes.tensors(), compiled.attributes, eager.attributes,
+            eager_before=eager.snapshot.attributes.tensors(),
+        )  # fmt: skip
         self._compare_gradients(eager, compiled)
 
     def _compare_inputs(self, eager: SideCall, compiled: SideCall) -> None:

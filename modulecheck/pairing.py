@@ -229,6 +229,27 @@ class Pairs:
             elif changed(old, now) or _is_written(theirs_old, name, theirs):
                 self.look("mutated", key, label, now, theirs)
 
+    def attributes(
+        self,
+        before: Mapping[str, Tensor],
+        actual: Mapping[str, Tensor],
+        eager: Mapping[str, Tensor],
+        *,
+        eager_before: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Tensors in plain attributes of the module by name, as `arguments`."""
+        theirs_old, after = before if eager_before is None else eager_before, dict(actual)
+        for name, theirs in eager.items():
+            mine = after.pop(name, None)
+            key, label = ("attribute", name), f"attribute {name}"
+            if mine is None:
+                self.differs("mutated", key, label, "eager has put a tensor there")
+            elif _is_written(before, name, mine) or _is_written(theirs_old, name, theirs):
+                self.look("mutated", key, label, mine, theirs)
+        for name in after:
+            reason = "compiled has put a tensor there"
+            self.differs("mutated", ("attribute", name), f"attribute {name}", reason)
+
     def gradient(
         self, kind: str, key: Key, name: str, actual: Tensor | None, eager: Tensor | None,
         *, isolated: bool,

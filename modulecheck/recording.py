@@ -135,7 +135,8 @@ def _num_bytes(
     actual: Iterable[npt.NDArray[Any]],
 ) -> int:
     inputs = trees.tensors((snapshot.args, snapshot.kwargs))
-    tensors = [*inputs, *snapshot.buffers.values(), *parameters, *grads]
+    held = snapshot.attributes.all_tensors()
+    tensors = [*inputs, *snapshot.buffers.values(), *held, *parameters, *grads]
     sizes = dict(_size_of_memory(item) for item in tensors)
     return sum(sizes.values()) + sum(array.nbytes for array in actual)
 

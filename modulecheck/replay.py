@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
+from modulecheck.attributes import attribute_tensors
 from modulecheck.snapshot import RandomState, Snapshot, arguments, copied_together
 from opcheck.golden_rules import wider
 
@@ -78,6 +79,8 @@ class Replayed:
     """What the module received, after the run: in-place changes are in it."""
     buffers: dict[str, Tensor]
     """Every buffer after the run."""
+    attributes: dict[str, Tensor]
+    """Tensors in plain attributes of the module after the run."""
     input_leaves: list[Tensor | None]
     """Beside `inputs`; None where the input wants no gradient."""
     parameter_leaves: dict[str, Tensor]
@@ -130,13 +133,16 @@ class _Holder(nn.Module):
         module: nn.Module,
         modes: Sequence[AbstractContextManager[Any]],
         through: Callable[..., Any] | None,
+        state: dict[str, Tensor],
     ) -> None:
         super().__init__()
         self.inner = module
         self.modes = modes
         # in a tuple, because a module among the attributes would be a submodule of this one
         self.call = (through,)
+        self.state = state
         self.buffers_after: dict[str, Tensor] = {}
+        self.attributes_after: dict[str, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # the hooks of FSDP2 are outside of what is compared
@@ -146,6 +152,7 @@ class _Holder(nn.Module):
                 stack.enter_context(mode)
             out = (self.call[0] or run)(*args, **kwargs)
         self.buffers_after = dict(self.inner.named_buffers())
+        self.attributes_after = attribute_tensors(self.inner, self.state)
         return out
 
 
@@ -234,7 +241,7 @@ def replay(
             leaves.append(leaf)
             passed[id(original)] = data
         args, kwargs = trees.rebuilt(
-            (snapshot.args, snapshot.kwargs), lambda tensor: passed[id(tensor)]
+            (snapshot.args, snapshot.kwargs), lambda tensor: passed[id(tensor)], fresh=True
         )
         parameters = {
             name: _leaf(convert(item.detach(), f"parameter {name}"), item, through)
@@ -243,20 +250,40 @@ def replay(
         buffers = {
             name: convert(item.clone(), f"buffer {name}") for name, item in snapshot.buffers.items()
         }
-        holder = _Holder(module, modes, through)
+        holder = _Holder(module, modes, through, {**parameters, **buffers})
         state = {f"inner.{name}": item for name, item in {**parameters, **buffers}.items()}
         snapshot.random.restore()
         with _torch.undisturbed(module):
+            snapshot.attributes.put(module, {**parameters, **buffers}, _held_copies(convert))
             output = torch.func.functional_call(holder, state, args, kwargs)
         return Replayed(
             output=output,
             arguments=arguments(args, kwargs),
             inputs=[passed[id(item)] for item in originals],
             buffers=holder.buffers_after,
+            attributes=holder.attributes_after,
             input_leaves=leaves,
             parameter_leaves=parameters,
             random_after=torch.get_rng_state(),
         )
+
+
+def _held_copies(convert: Convert) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Copies of what a module keeps in attributes; they may be changed in place."""
+
+    def copies(originals: list[Tensor]) -> list[Tensor]:
+        if convert is same_dtype:
+            given = copied_together(originals)
+        else:
+            given = [convert(item.detach(), f"buffer {n}") for n, item in enumerate(originals)]
+        return [
+            _Link.apply(data.requires_grad_(), data)  # type: ignore[no-untyped-call]
+            if original.requires_grad and torch.is_grad_enabled()
+            else data
+            for original, data in zip(originals, given, strict=True)
+        ]
+
+    return copies
 
 
 def _leaf(data: Tensor, original: Tensor, through: Callable[..., Any] | None) -> Tensor:

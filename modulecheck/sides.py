@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
+from modulecheck.attributes import attribute_tensors
 from modulecheck.goldens import Key, array_of
 from modulecheck.hooks import Boundary, RegionGradients, counted
 from modulecheck.keeping import Keeper
@@ -106,6 +107,8 @@ class SideCall:
     after: dict[str, Any] = field(default_factory=dict)
     """Arguments after the call, positional ones by number."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    attributes: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors in plain attributes after the call."""
     random_after: Tensor | None = None
     executions: int = 0
     limit_hit: bool = False
@@ -131,6 +134,8 @@ class SideCall:
             yield ("argument", name), tensor
         for name, tensor in self.buffers.items():
             yield ("buffer", name), tensor
+        for name, tensor in self.attributes.items():
+            yield ("attribute", name), tensor
         yield from self.gradients().items()
 
     def gradients(self) -> dict[Key, Tensor]:
@@ -155,7 +160,7 @@ class SideCall:
     def release(self) -> None:
         """Let go of every tensor."""
         self.region.release()
-        self.output, self.after, self.buffers = None, {}, {}
+        self.output, self.after, self.buffers, self.attributes = None, {}, {}, {}
 
 
 def _frozen(tensor: Tensor) -> Tensor:
@@ -253,6 +258,7 @@ class _Recorder:
                 call.after = trees.rebuilt(call.region.arguments, _frozen)
                 buffers = module.named_buffers()
                 call.buffers = {key: item.detach().clone() for key, item in buffers}
+                call.attributes = trees.rebuilt(attribute_tensors(module), _frozen)
             call.region.attach(output, on_first=lambda: self._reached(name), on_done=_nothing)
             call.region.forget_inputs()
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on

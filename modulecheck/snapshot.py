@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import trees
+from modulecheck.attributes import Attributes
 
 __all__ = ["Autocast", "RandomState", "Snapshot", "arguments", "copied_together"]
 
@@ -80,6 +81,8 @@ class Snapshot:
     grad_enabled: bool
     inference: bool
     cast_dtype: torch.dtype | None = None
+    attributes: Attributes = field(default_factory=Attributes)
+    """What the module keeps beside parameters and buffers; is not in a file."""
 
     @classmethod
     def take(
@@ -92,18 +95,20 @@ class Snapshot:
         """
         originals = trees.tensors((args, kwargs))
         copies = dict(zip(map(id, originals), copied_together(originals), strict=True))
-        args, kwargs = trees.rebuilt((args, kwargs), lambda tensor: copies[id(tensor)])
+        args, kwargs = trees.rebuilt((args, kwargs), lambda tensor: copies[id(tensor)], fresh=True)
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         return cls(
             args=args,
             kwargs=kwargs,
             wants_grad={id(copies[id(item)]): item.requires_grad for item in originals},
-            buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+            buffers=buffers,
             parameter_versions=_versions(module),
             random=RandomState.now(),
             autocast=_autocast_now(),
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             cast_dtype=cast_dtype,
+            attributes=Attributes.take(module, buffers, _with_gradient),
         )
 
     def on(self, module: nn.Module) -> Snapshot:
@@ -135,6 +140,12 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
         name: (id(parameter), -1 if parameter.is_inference() else parameter._version)
         for name, parameter in module.named_parameters()
     }
+
+
+def _with_gradient(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies that want a gradient where the originals do."""
+    pairs = zip(tensors, copied_together(tensors), strict=True)
+    return [copy.requires_grad_(original.requires_grad) for original, copy in pairs]
 
 
 def copied_together(tensors: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
         return ((str(key), item) for key, item in value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return zip(value._fields, value, strict=True)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return ((str(place), item) for place, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -77,8 +78,14 @@ def tensors(value: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def rebuilt(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+def rebuilt(value: Any, convert: Callable[[Tensor], Tensor], *, fresh: bool = False) -> Any:
     """The same structure with every tensor converted; a tensor that is there twice, once.
+
+    Args:
+        value: a container, or an object with tensors among its attributes.
+        convert: applied to each tensor.
+        fresh: objects that hold no tensor, such as a cache that is empty yet, are copied too if
+            they can be; else they are handed on.
 
     Raises:
         Whatever `copy.deepcopy` raises on an object that holds tensors and cannot be copied.
@@ -86,37 +93,53 @@ def rebuilt(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     memo: dict[int, Any] = {}
     for tensor in tensors(value):
         memo[id(tensor)] = convert(tensor)
-    return _rebuild(value, memo)
+    return _Rebuild(memo, fresh=fresh).of(value)
 
 
-def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return memo[id(value)]
-    if isinstance(value, _PLAIN):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _rebuild_fields(value, memo)
-    if type(value) in (list, tuple):
-        return type(value)(_rebuild(item, memo) for item in value)
-    if isinstance(value, tuple):
-        items = (_rebuild(item, memo) for item in value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
+class _Rebuild:
+    """One pass over a structure."""
+
+    def __init__(self, memo: dict[int, Any], *, fresh: bool) -> None:
+        self._memo, self._fresh = memo, fresh
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._memo[id(value)]
+        if isinstance(value, _PLAIN):
+            return value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._of_fields(value)
+        if type(value) in (list, tuple):
+            return type(value)(self.of(item) for item in value)
+        if isinstance(value, tuple):
+            items = (self.of(item) for item in value)
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            twin = copy.copy(value)
+            for key, item in value.items():
+                twin[key] = self.of(item)
+            return twin
+        if any(True for _ in named_tensors(value)):
+            return copy.deepcopy(value, self._memo)
+        return self._of_object(value)
+
+    def _of_fields(self, value: Any) -> Any:
         twin = copy.copy(value)
-        for key, item in value.items():
-            twin[key] = _rebuild(item, memo)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, self.of(getattr(value, field.name)))
+        if isinstance(twin, dict):  # a ModelOutput keeps its values twice
+            for key in list(twin):
+                dict.__setitem__(twin, key, getattr(twin, str(key)))
         return twin
-    return copy.deepcopy(value, memo) if is_opaque(value) else value
 
-
-def _rebuild_fields(value: Any, memo: dict[int, Any]) -> Any:
-    twin = copy.copy(value)
-    for field in dataclasses.fields(value):
-        object.__setattr__(twin, field.name, _rebuild(getattr(value, field.name), memo))
-    if isinstance(twin, dict):  # a ModelOutput keeps its values twice
-        for key in list(twin):
-            dict.__setitem__(twin, key, getattr(twin, str(key)))
-    return twin
+    def _of_object(self, value: Any) -> Any:
+        """An object without tensors, which the call may fill or count in."""
+        if not self._fresh or _attributes(value) is None:
+            return value
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception:  # noqa: BLE001 - what refuses to be copied in any way is handed on
+            return value
 
 
 def differing_structure(actual: Any, expected: Any, path: str = "") -> str:

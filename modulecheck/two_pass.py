@@ -249,7 +249,9 @@ class TwoPass:
         try:
             with _modes(module, side.training):
                 replayed = replay(module, snapshot)
-                again.compare_forward(side.output, replayed, buffers=side.buffers)
+                again.compare_forward(
+                    side.output, replayed, buffers=side.buffers, attributes=side.attributes
+                )
                 again.wait_for_backward(replayed)
                 again.finish()
         except Exception:  # noqa: BLE001 - where it came in then tells
