@@ -111,10 +111,12 @@ def test_allowances_apply_where_they_were_measured() -> None:
     assert find_allowance(flash, dtype="float32", output=1) is None
 
 
-def judged(op: str, actual: Any, golden: Any, inputs: list[Any], dtype: str) -> list[bool]:
+def judged(
+    op: str, actual: Any, golden: Any, inputs: list[Any], dtype: str, *, output: int = 0
+) -> list[bool]:
     """[passes the plain rule, passes with the op's allowance]."""
     plain = Rule(dtype=dtype)
-    allowance = find_allowance(op, dtype=dtype)
+    allowance = find_allowance(op, dtype=dtype, output=output)
     assert allowance is not None
     rules = plain, plain.with_allowance(allowance, inputs=inputs, golden=golden)
     return [judge_golden(actual, golden, perturbed=None, rule=rule).passed for rule in rules]
@@ -162,6 +164,23 @@ def test_a_gelu_tail_passes_only_with_its_allowance() -> None:
     assert judged("gelu", actual, golden, [x], "float32") == [False, True]
     assert judged("gelu", actual * np.float32(4), golden, [x], "float32") == [False, True]
     assert judged("gelu", actual * np.float32(100), golden, [x], "float32") == [False, False]
+
+
+def test_running_statistics_in_16_bit_pass_only_with_their_allowance() -> None:
+    """All channels start from one value, so that all round the same way."""
+    x = half(8, 64, 4, 4, scale=0.5)
+    weight, bias, mean = torch.ones(64), torch.zeros(64), torch.zeros(64)
+    state = [item.bfloat16() for item in (weight, bias, mean, torch.full((64,), 0.95))]
+    variance = state[3]
+    golden = 0.9 * variance.double() + 0.1 * x.double().var((0, 2, 3))
+    torch.ops.aten.native_batch_norm(x, *state, True, 0.1, 1e-5)  # noqa: FBT003
+    actual = variance.float().numpy()
+    inputs = [x.double().numpy()]
+    found = judged("native_batch_norm", actual, golden.numpy(), inputs, "bfloat16", output=4)
+    assert found == [False, True]
+    wrong = actual * np.float32(1 + 2.0**-5)
+    found = judged("native_batch_norm", wrong, golden.numpy(), inputs, "bfloat16", output=4)
+    assert found == [False, False]
 
 
 def test_nothing_here_needs_torch() -> None:
