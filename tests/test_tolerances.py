@@ -168,12 +168,13 @@ def test_a_gelu_tail_passes_only_with_its_allowance() -> None:
 
 def test_running_statistics_in_16_bit_pass_only_with_their_allowance() -> None:
     """All channels start from one value, so that all round the same way."""
-    x = half(8, 64, 4, 4, scale=0.5)
-    weight, bias, mean = torch.ones(64), torch.zeros(64), torch.zeros(64)
-    state = [item.bfloat16() for item in (weight, bias, mean, torch.full((64,), 0.95))]
+    spread = torch.linspace(0.1, 1.5, 256, dtype=torch.bfloat16).reshape(1, 256, 1, 1)
+    x = half(8, 256, 4, 4) * spread
+    weight, bias, mean = torch.ones(256), torch.zeros(256), torch.zeros(256)
+    state = [item.bfloat16() for item in (weight, bias, mean, torch.full((256,), 0.95))]
     variance = state[3]
     golden = 0.9 * variance.double() + 0.1 * x.double().var((0, 2, 3))
-    torch.ops.aten.native_batch_norm(x, *state, True, 0.1, 1e-5)  # noqa: FBT003
+    torch.ops.aten.native_batch_norm(x, *state, True, 0.1, 1e-5)
     actual = variance.float().numpy()
     inputs = [x.double().numpy()]
     found = judged("native_batch_norm", actual, golden.numpy(), inputs, "bfloat16", output=4)
