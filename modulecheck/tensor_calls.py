@@ -12,6 +12,7 @@ from modulecheck import _torch
 from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
 from opcheck.errors import ReproError
+from opcheck.repro_files import MIB
 
 __all__ = ["CallKey", "KeptCall"]
 
@@ -38,11 +39,15 @@ class KeptCall:
             return cls(weakref.ref(module), None, f"{type(error).__name__}: {error}")
         return cls(weakref.ref(module), found)
 
-    def recorded(self, name: str) -> RecordedCall:
+    def recorded(self, name: str, *, max_bytes: int) -> RecordedCall:
         """The call as it can be run again.
 
+        Args:
+            name: of the module.
+            max_bytes: of its parameters, of which copies are made.
+
         Raises:
-            ReproError: the module is gone, or its parameters are others by now.
+            ReproError: the module is gone or too large, or its parameters are others by now.
         """
         module = self.module()
         if self.snapshot is None:
@@ -51,4 +56,7 @@ class KeptCall:
             raise ReproError(f"the module {name or '<root>'} is gone")
         if self.snapshot.parameters_moved(module):
             raise ReproError(f"the parameters of {name or '<root>'} were changed since the call")
+        num_bytes = sum(item.numel() * item.element_size() for item in module.parameters())
+        if num_bytes > max_bytes:
+            raise ReproError(f"the parameters of {name or '<root>'} take {num_bytes / MIB:.0f} MiB")
         return RecordedCall.of(name, module, self.snapshot, failed=(), actual={})

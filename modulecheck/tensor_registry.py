@@ -33,6 +33,8 @@ class TensorRegistry:
     ) -> None:
         if keep not in ("all", "stats"):
             raise ArgumentError(f"keep: expected 'all' or 'stats', got {keep!r}")
+        if repro_dir is not None and not isinstance(repro_dir, (str, Path)):
+            raise ArgumentTypeError(f"repro_dir: expected a path or None, got {repro_dir!r}")
         self.keep = keep
         self.quiet = quiet
         self.repro_dir = repro_dir

@@ -39,6 +39,8 @@ __all__ = ["MAX_REPROS", "Checked", "write_tensor_repros"]
 
 MAX_REPROS = 20
 """Of one check."""
+MAX_ELEMENTS = 1 << 22
+"""Of a tensor: files compare lists of numbers, a few seconds and 500 MB for so many."""
 _RESULTS = ("output", "buffer_after")
 
 
@@ -120,6 +122,11 @@ class _Divergence:
         Raises:
             ReproError: none shows the difference, or it cannot be written.
         """
+        if self.record.num_elements > MAX_ELEMENTS:
+            raise ReproError(
+                f"{self.record.num_elements:,} elements, and a file compares at most"
+                f" {MAX_ELEMENTS:,}; dump_mode= saves such tensors"
+            )
         try:
             return self._written(folder, self._sides_text())
         except ReproError as reason:
@@ -176,7 +183,7 @@ class _Divergence:
         kept = self.checked.calls.get((side, name, call))
         if kept is None:
             raise ReproError(f"what {name or '<root>'} got in {side!r} was not kept as it ran")
-        return kept.recorded(name)
+        return kept.recorded(name, max_bytes=DEFAULT_REPRO_BYTES)
 
     def _limits(self, expected: list[Any], actual: list[Any]) -> list[Any]:
         if len(expected) != len(actual):

@@ -50,8 +50,8 @@ def write_repro(
     size = sum(item.numel() * item.element_size() for item in tensors.values())
     if size > max_bytes:
         raise ReproError(
-            f"{stem}: its tensors take {size / MIB:.1f} MiB, more than max_repro_bytes={max_bytes}"
-            f" ({max_bytes / MIB:.1f} MiB)"
+            f"{stem}: its tensors take {size / MIB:.1f} MiB, and a reproducer may have"
+            f" {max_bytes / MIB:.1f} MiB ({max_bytes} bytes)"
         )
     script = folder / f"{stem}.py"
     beside = folder / f"{stem}.pt"

@@ -18,6 +18,7 @@ import opcheck
 from opcheck import _torch
 from opcheck.packing import nbytes_of, pack, tree_items, unpack
 from opcheck.repro_call import script_of
+from opcheck.repro_tensors import spell_value
 from opcheck.repro_text import MARK
 from opcheck.rerun import keep, run_again
 from opcheck.runstate import RunState
@@ -279,6 +280,12 @@ def test_file_of_a_right_call_is_silent_and_of_a_wrong_one_is_not(
     assert as_module(kept)["main"]([]) == 0, capsys.readouterr().out
     assert spoiled(as_module(kept))["main"]([]) == 1
     assert "FAULT" in capsys.readouterr().out
+
+
+def test_a_generator_is_written_with_its_seed() -> None:
+    generator = torch.Generator().manual_seed(42)
+    again = eval(spell_value(generator, str), {"torch": torch})
+    assert torch.equal(torch.rand(3, generator=again), torch.rand(3, generator=generator))
 
 
 def test_out_variant_can_be_written_too(tmp_path: Path) -> None:

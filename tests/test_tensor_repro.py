@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modulecheck import TensorChecker, module_register_tensor_checker
+from modulecheck import TensorChecker, module_register_tensor_checker, tensor_repro
 from modulecheck.tensor_compare import Criterion, compare
 from modulecheck.tensor_limits import limit_for
 from modulecheck.tensor_values import Snapshot
+from opcheck import repro_tensors
+from opcheck.errors import ArgumentTypeError
 from opcheck.replaying import write_pytest
 from opcheck.repro_judge import verdict
 from tests.compiled import DYNAMO_WARNS
@@ -187,11 +189,13 @@ def test_of_two_files_the_tensors_are_kept(checker: TensorChecker, tmp_path: Pat
     assert repaired.returncode == 0, repaired.stdout + repaired.stderr
 
 
-@pytest.mark.parametrize("case", ["graph break", "parameters moved", "stats"])
+@pytest.mark.parametrize("case", ["graph break", "parameters moved", "stats", "model gone"])
 def test_what_cannot_run_again_is_recorded_and_says_why(tmp_path: Path, case: str) -> None:
     keep = "stats" if case == "stats" else "all"
     checker = TensorChecker(quiet=True, repro_dir=tmp_path, keep=keep)
     models = run_both(checker, Broken if case == "graph break" else Act)
+    if case == "model gone":
+        models.clear()
     if case == "parameters moved":
         with torch.no_grad():
             models[1].second.linear.weight.add_(1.0)
@@ -201,6 +205,7 @@ def test_what_cannot_run_again_is_recorded_and_says_why(tmp_path: Path, case: st
         "graph break": "graphs, and a file runs one",
         "parameters moved": "the parameters of second were changed since the call",
         "stats": "was not kept as it ran",
+        "model gone": "the module second is gone",
     }[case]
     assert reason in " ".join(text.split())
 
@@ -225,6 +230,42 @@ def test_what_no_file_shows_is_said(tmp_path: Path) -> None:
     assert checker.result.repros == ()
     assert "does not show the difference" in str(checker.result)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("MAX_ELEMENTS", 20, "24 elements, and a file compares at most 20; dump_mode= saves"),
+        ("DEFAULT_REPRO_BYTES", 250, "its tensors take 0.0 MiB, and a reproducer may have"),
+    ],
+)
+def test_what_is_too_large_is_said_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: Any, name: str, value: int, reason: str
+) -> None:
+    monkeypatch.setattr(tensor_repro, name, value)
+    monkeypatch.setattr(repro_tensors, "MAX_INLINE", 5)
+    checker = TensorChecker(quiet=True, repro_dir=tmp_path / "repros")
+    run_both(checker)
+    assert not checker.check_equal()
+    assert checker.result.repros == ()
+    assert reason in " ".join(str(checker.result).split())
+    assert not (tmp_path / "repros").exists()
+
+
+def test_a_large_module_is_not_copied_and_its_tensors_are_saved(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tensor_repro, "DEFAULT_REPRO_BYTES", 280)  # weights alone take 288
+    checker = TensorChecker(quiet=True, repro_dir=tmp_path)
+    models = run_both(checker)
+    checker.check_equal()
+    assert models
+    assert "the parameters of second take" in " ".join(only(checker).read_text().split())
+
+
+def test_a_folder_has_to_be_a_path() -> None:
+    with pytest.raises(ArgumentTypeError, match="repro_dir"):
+        TensorChecker(repro_dir=True)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None:
