@@ -28,6 +28,8 @@ __all__ = [
     "inductor_options",
     "isolated",
     "lowerings",
+    "place_of_input",
+    "sources_of",
     "strided_copy",
     "symbol_is",
 ]
@@ -256,3 +258,24 @@ def symbol_is(size: Any, other: Any) -> dict[Any, Any]:
         return {}
     theirs = other.node.expr if isinstance(other, torch.SymInt) else sympy.Integer(int(other))
     return {expression: theirs}
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+def sources_of(graph: fx.GraphModule) -> list[str]:
+    """Where Dynamo took each input of a graph from: `L['x']`; "" where it does not say."""
+    sources = [
+        getattr(node.meta.get("grapharg"), "source", None)
+        for node in graph.graph.nodes
+        if node.op == "placeholder"
+    ]
+    return ["" if source is None else str(source.name) for source in sources]
+
+
+def place_of_input(node: fx.Node) -> int | None:
+    """Of a placeholder of AOT autograd's graph among the inputs of Dynamo's; None: it is none."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    about = node.meta.get("desc")
+    return about.idx if isinstance(about, PlainAOTInput) else None

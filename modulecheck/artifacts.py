@@ -57,6 +57,7 @@ def compiled_and_kept(
         options: of the backend.
     """
     artifact = Artifact(copied(graph).graph, names)
+    sources = _inductor.sources_of(graph)
 
     def inner(lowered_graph: fx.GraphModule, examples: Any, **rest: Any) -> Any:
         with _inductor.lowerings() as lowered:
@@ -68,7 +69,7 @@ def compiled_and_kept(
                 Captured(
                     traced=lowered_graph, lowered_graph=lowered_graph, lowered=lowered[-1],
                     compiled=compiled, is_backward=bool(rest.get("is_backward", False)),
-                    names=names,
+                    names=names, sources=sources,
                 )
             )  # fmt: skip
         return compiled

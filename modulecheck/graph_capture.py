@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ class Captured:
     runs: list[GraphRun] = field(default_factory=list)
     names: dict[int, str] | None = None
     """By id, the submodules that its nodes are of; None: those of the run again."""
+    sources: list[str] = field(default_factory=list)
+    """Where Dynamo took the inputs of its graph from."""
 
     @property
     def phase(self) -> str:
@@ -66,7 +69,8 @@ class Capture:
 
     def inductor(self, graph: fx.GraphModule, inputs: Any, **_: Any) -> Any:
         """Inductor, each of its graphs kept."""
-        return _inductor.compile_fx(graph, inputs, self._compile)
+        compile_graph = functools.partial(self._compile, _inductor.sources_of(graph))
+        return _inductor.compile_fx(graph, inputs, compile_graph)
 
     def around(self, backend: Callable[..., Any]) -> Callable[..., Any]:
         """A backend, each graph that it is given kept."""
@@ -103,7 +107,9 @@ class Capture:
 
         return compile_graph
 
-    def _compile(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    def _compile(
+        self, sources: list[str], graph: fx.GraphModule, inputs: Any, **options: Any
+    ) -> Any:
         traced = copied(graph)
         with _inductor.lowerings() as lowered:
             compiled = _inductor.compile_inner(graph, inputs, **options)
@@ -113,6 +119,7 @@ class Capture:
             lowered=lowered[-1] if lowered else None,
             compiled=compiled,
             is_backward=bool(options.get("is_backward", False)),
+            sources=sources,
         )
         self.graphs.append(captured)
 

@@ -20,7 +20,7 @@ from modulecheck.graph_values import aten_ops
 from modulecheck.kernel_ops import Blamed, blamed_op
 from modulecheck.kernels import Probed, WrongKernel, probe, readers_of_zeros
 from modulecheck.ladder import DYNAMO, Ladder
-from modulecheck.node_origin import is_computing, op_name
+from modulecheck.node_origin import input_name, is_computing, op_name
 from modulecheck.replay import as_in
 from opcheck.records import Metrics
 
@@ -166,7 +166,7 @@ def _reordered(
         if getattr(getattr(item.target, "_schema", None), "is_mutable", False)
         and _root(item.args[0]) is source
     ]
-    name = tensor or f"input {wrong.late_read}"
+    name = tensor or _input(captured, source)
     by = ""
     if writes:
         origin = place.origin(writes[-1])
@@ -175,6 +175,13 @@ def _reordered(
         f"{op} in kernel {wrong.name} reads {name} after the write{by}, which the program makes"
         f" later: read and write are reordered."
     )
+
+
+def _input(captured: Captured, node: fx.Node) -> str:
+    """As the user knows it, else the name of the placeholder."""
+    place = _inductor.place_of_input(node)
+    known = place is not None and place < len(captured.sources)
+    return (input_name(captured.sources[place or 0]) if known else "") or f"input {node.name}"
 
 
 def _root(node: Any) -> Any:

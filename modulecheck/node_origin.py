@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["Origin", "is_computing", "op_name", "origin_of"]
+__all__ = ["Origin", "input_name", "is_computing", "op_name", "origin_of"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -73,6 +73,30 @@ def origin_of(node: fx.Node, modules: dict[int, str]) -> Origin:
         source=_line_of(informed),
         decomposed_from=str(original) if original is not None and str(original) != name else "",
     )
+
+
+_PART = re.compile(r"\._(?P<kind>modules|parameters|buffers)\['(?P<name>[^']+)'\]")
+_ARGUMENT = re.compile(r"^L\['(?P<name>\w+)'\](\[(?P<place>\w+|'\w+')\])?$")
+
+
+def input_name(source: str) -> str:
+    """`parameter up.weight`, `buffer mean`, `argument x`, of where Dynamo took an input from.
+
+    "" where that is something else: a global, an attribute, an item of an argument.
+    """
+    if source.startswith("L['self']"):
+        parts = list(_PART.finditer(source))
+        if not parts or "L['self']" + "".join(part[0] for part in parts) != source:
+            return ""
+        kind = parts[-1]["kind"].removesuffix("s")
+        return f"{kind} {'.'.join(part['name'] for part in parts)}" if kind != "module" else ""
+    found = _ARGUMENT.match(source)
+    if found is None:
+        return ""
+    if found["place"] is not None:
+        in_star = found["name"] in ("args", "kwargs")
+        return f"argument {found['place'].strip(chr(39))}" if in_star else ""
+    return f"argument {found['name']}"
 
 
 def names_of(module: nn.Module) -> dict[int, str]:

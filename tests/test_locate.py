@@ -19,6 +19,7 @@ from modulecheck.culprit import NOT_REPRODUCED, Culprit
 from modulecheck.graph_capture import Capture
 from modulecheck.kernels import probe
 from modulecheck.locating import locate
+from modulecheck.node_origin import input_name
 from modulecheck.recording import RecordedCall
 from opcheck import Verdict
 from tests import models
@@ -367,7 +368,7 @@ CASE = {
     "cumsum_dtype_dropped": ("position", "forward", "inductor", "aten.cumsum.default", ""),
     "dropout_identity_alias": ("block", "forward", "aot_eager", "aten.add_.Tensor", "argument 0"),
     "dtype_view_read_after_write": (
-        "packed", "forward", "inductor", "aten.view.dtype", "input arg0_1",
+        "packed", "forward", "inductor", "aten.view.dtype", "argument table",
     ),
     "pool_then_where_backward": ("head", "backward", "inductor", "aten.scatter_add.default", ""),
     "remainder_vectorised": ("wrap", "forward", "inductor", "aten.remainder.Tensor", ""),
@@ -409,6 +410,48 @@ def test_benign_differences_have_nothing_to_follow(name: str) -> None:
     result = case_result(name)
     assert result.verdict == Verdict.PASS
     assert result.recordings == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("L['self']._modules['up']._parameters['weight']", "parameter up.weight"),
+        ("L['self']._modules['layers']._modules['0']._buffers['mean']", "buffer layers.0.mean"),
+        ("L['self']._parameters['scale']", "parameter scale"),
+        ("L['x']", "argument x"),
+        ("L['args'][0]", "argument 0"),
+        ("L['kwargs']['mask']", "argument mask"),
+        ("L['batch']['ids']", ""),
+        ("L['self'].table", ""),
+        ("L['self']", ""),
+        ("G['TABLE']", ""),
+    ],
+)
+def test_inputs_are_named_as_the_user_knows_them(source: str, name: str) -> None:
+    assert input_name(source) == name
+
+
+class ReadsLate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Module()
+        self.block.register_buffer("mean", torch.zeros(3))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.block.mean
+
+
+@pytest.mark.slow
+def test_inputs_of_a_compiled_graph_are_named() -> None:
+    capture = Capture()
+    with _inductor.isolated(), torch.no_grad():
+        _inductor.compiled_alone(ReadsLate().forward, capture.inductor, dynamic=None)(torch.ones(3))
+    (captured,) = capture.graphs
+    nodes = [node for node in captured.lowered_graph.graph.nodes if node.op == "placeholder"]
+    places = [_inductor.place_of_input(node) for node in nodes]
+    names = {input_name(captured.sources[place]) for place in places}
+    assert names == {"argument x", "parameter weight", "buffer block.mean"}
 
 
 # ---- nobody notices -----------------------------------------------------------------------------
