@@ -94,6 +94,11 @@ def _sum_of_rows(inputs: Inputs, golden: Array, dtype: str) -> Array:
     return 2.0 * EPS[dtype] * math.sqrt(rows) * largest
 
 
+def _sum_of_rows_beside_wide_weights(inputs: Inputs, golden: Array, _dtype: str) -> Array:
+    """The weights are float32, so their gradients are; the sums are of 16 bit all the same."""
+    return _sum_of_rows(inputs, golden, "bfloat16")
+
+
 def _log_softmax_cancels(inputs: Inputs, golden: Array, dtype: str) -> Array:
     grad, output = inputs[0], inputs[1]
     if grad is None or output is None:
@@ -263,6 +268,14 @@ ALLOWANCES: Mapping[str, Allowance | tuple[Allowance, ...]] = MappingProxyType(
                 " rows; a column whose terms have one sign stops growing: 1.75 times a limit by"
                 " rms(g) alone (GPT-2 in bf16), equal to a sequential bf16 sum, and 0.6 of a limit"
                 " by |g|",
+            ),
+            Allowance(
+                half_inputs=True,
+                outputs=(1, 2),
+                bound=_sum_of_rows_beside_wide_weights,
+                note="this kernel sums rows in 16 bit, so a wide error is allowed",
+                evidence="float32 weights beside 16-bit activations (autocast): every sum is a"
+                " 16-bit number; -93 for -88.01 over 1,024 rows of 24",
             ),
             Allowance(
                 outputs=(1,),

@@ -285,7 +285,8 @@ def _bits(tensor: Tensor) -> tuple[Any, ...]:
     plain = tensor.detach().cpu()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    flat = plain.contiguous().reshape(-1)
+    # not contiguous(): it keeps the stride of a dimension of size 1, which view() then refuses
+    flat = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
     # not .numpy(): the storage of the user's tensor could never be resized again
     data = np.from_dlpack(flat.view(torch.uint8)).tobytes() if flat.numel() else b""
     return tuple(tensor.shape), tensor.dtype, hashlib.blake2b(data).digest()

@@ -107,7 +107,7 @@ def _eps_of_dtype(call: Call, bound: Bound) -> None:
 def _limits_of_dtype(call: Call, bound: Bound) -> None:
     """`posinf=None` is the largest number of the program's dtype."""
     dtype = call.args[0].dtype
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return
     limits = torch.finfo(dtype)
     if bound.get("posinf") is None:

@@ -196,10 +196,22 @@ def finite_part(pair: Pair, rule: Rule, *, baseline: Array | None = None) -> Par
         beside = classes(baseline)
         wrong &= actual != beside
         keep &= beside == 0
+    if pair.is_complex:
+        wrong &= ~_both_nonfinite(actual, expected)
     kept = replace(pair, actual=pair.actual[keep], expected=pair.expected[keep])
     scan = scan_of(kept.actual, kept.expected)
     num_wrong = int(np.count_nonzero(wrong))
     return Part(pair, kept, keep, scan, num_wrong, int(np.argmax(wrong)))
+
+
+def _both_nonfinite(actual: Array, expected: Array) -> Array:
+    """Complex numbers with a NaN or Inf on both sides, for each component.
+
+    (inf + 0j) * (1 + 1j) is inf + inf j or nan + inf j, by how a kernel multiplies: which part of a
+    complex number that is not finite holds what says nothing.
+    """
+    sides = [np.any(classes.reshape(-1, 2) != 0, axis=1) for classes in (actual, expected)]
+    return np.repeat(sides[0] & sides[1], 2)
 
 
 def empty() -> Outcome:

@@ -34,7 +34,7 @@ from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.overhead import OverheadBudget
-from opcheck.policy import Described, Policy, describe
+from opcheck.policy import Described, Policy, describe, writes_overlapping
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason, Verdict
 from opcheck.references import choose, snapshot
 from opcheck.sampled import Criterion, Judged
@@ -306,6 +306,8 @@ class Pipeline:
         if call.rng_before is not None and have_moved(call.rng_before, call.args):
             self._tracker.random_calls += 1
             return SkipReason.RANDOM
+        if writes_overlapping(call):
+            return SkipReason.OVERLAPPING
         largest = 0
         for leaf in leaves_of(out):
             if not isinstance(leaf.value, Tensor):

@@ -19,7 +19,7 @@ from opcheck.globs import module_matches, op_matches
 from opcheck.records import OpRecord, SkipReason, Verdict
 from opcheck.settings import Settings
 
-__all__ = ["Described", "KernelPolicy", "Policy", "describe"]
+__all__ = ["Described", "KernelPolicy", "Policy", "describe", "writes_overlapping"]
 
 _GOLDEN_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float64, torch.complex128}
@@ -93,6 +93,34 @@ def _add(found: Described, tensor: Tensor) -> None:
     numel = tensor.numel()
     if numel > found.largest:
         found.largest = numel
+
+
+def writes_overlapping(call: Call) -> bool:
+    """The op writes to a tensor in which several elements may be the same memory.
+
+    torch refuses some of these and not others (`index_add_`, `_foreach_mul_` on an expanded
+    tensor). What stands there afterwards depends on the order in which a kernel happens to write.
+    """
+    if not call.traits.mutates:
+        return False
+    for param, value in call.traits.bound(call.args, call.kwargs):
+        if param.mutated:
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if any(isinstance(item, Tensor) and _overlaps(item) for item in items):
+                return True
+    return False
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 class Policy:

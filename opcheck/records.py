@@ -87,6 +87,8 @@ class SkipReason(str, Enum):
     """No kernel computes the reference for these arguments."""
     NO_INDEPENDENT_REFERENCE = "no_independent_reference"
     """Only the kernel under test itself could play the reference (integers on CPU, mostly)."""
+    OVERLAPPING = "overlapping"
+    """The op writes to a tensor several of whose elements are the same memory: undefined."""
     NOTHING_TO_COMPARE = "nothing_to_compare"
     """The op gives no value back (assertions, empty results)."""
     OP_RAISED = "op_raised"

@@ -399,6 +399,7 @@ _SKIP_WORDS = {
     SkipReason.OUTSIDE_STEPS: "by start_step or num_steps",
     SkipReason.REFERENCE_NOT_AVAILABLE: "no reference for these arguments",
     SkipReason.NO_INDEPENDENT_REFERENCE: "only the kernel itself could be the reference",
+    SkipReason.OVERLAPPING: "writes several elements to the same memory, so that any may stay",
     SkipReason.NOTHING_TO_COMPARE: "gives no value back",
     SkipReason.OP_RAISED: "the op itself raised",
     SkipReason.INSIDE_COMPILED_REGION: "inside a compiled region",

@@ -187,7 +187,11 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         return False
     if not first.numel():
         return True
-    as_bytes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    # not contiguous(): it keeps the stride of a dimension of size 1, which view() then refuses
+    as_bytes = [
+        tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        for tensor in (first, second)
+    ]
     return torch.equal(*as_bytes)
 
 
@@ -250,7 +254,7 @@ def _run(
     return state, capture(workload, next_loss, optimizer), session
 
 
-def assert_same_step(
+def compare_steps(
     build: Callable[[], Workload],
     checked: Callable[[nn.Module], AbstractContextManager[Session]],
     *,
@@ -258,21 +262,31 @@ def assert_same_step(
     make_optimizer: OptimizerFactory | None = None,
     step: Step = training_step,
     num_steps: int = 1,
-) -> Session:
+) -> tuple[list[str], Session]:
     """Run the step under `plain` and under `checked` and compare all that it leaves, bit for bit.
 
     One more step follows outside the context, to see what a later step would see.
 
     Returns:
-        What `checked(model)` gave on entering, so that the caller may go on to look at it.
-
-    Raises:
-        AssertionError: with one line for each difference.
+        A line for each difference, and what `checked(model)` gave on entering.
     """
     expected, expected_next, _ = _run(build, plain, make_optimizer, step, num_steps)
     actual, actual_next, session = _run(build, checked, make_optimizer, step, num_steps)
     found = differences(expected, actual)
+    found += [f"in the next step: {line}" for line in differences(expected_next, actual_next)]
+    return found, session
+
+
+def assert_same_step(
+    build: Callable[[], Workload],
+    checked: Callable[[nn.Module], AbstractContextManager[Session]],
+    **options: Any,
+) -> Session:
+    """`compare_steps`, whose options it takes; every difference is an AssertionError.
+
+    Returns:
+        What `checked(model)` gave on entering, so that the caller may go on to look at it.
+    """
+    found, session = compare_steps(build, checked, **options)
     assert not found, "the checked step differs from the unchecked one:\n" + "\n".join(found)
-    found = differences(expected_next, actual_next)
-    assert not found, "the step after the checked one differs:\n" + "\n".join(found)
     return session

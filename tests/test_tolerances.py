@@ -106,6 +106,9 @@ def test_allowances_apply_where_they_were_measured() -> None:
     assert find_allowance("div.Tensor", dtype="float16") is None
     assert find_allowance("native_layer_norm_backward", dtype="bfloat16", output=0) is None
     assert find_allowance("native_layer_norm_backward", dtype="bfloat16", output=1) is not None
+    summed = "native_layer_norm_backward"
+    assert find_allowance(summed, dtype="float32", output=2, half_inputs=True) is not None
+    assert find_allowance(summed, dtype="float32", output=2) is None
     flash = "_scaled_dot_product_flash_attention_for_cpu"
     assert find_allowance(flash, dtype="float32", output=1, half_inputs=True) is not None
     assert find_allowance(flash, dtype="float32", output=1) is None

@@ -1,0 +1,289 @@
+"""Programs that nobody would write: the step stays as it is, nothing correct fails, all adds up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+import opcheck
+from opcheck.records import SkipReason
+from tests.step_equality import EmptyMode, same_bits
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what torch says is its own
+
+PROPERTY = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+# ---- random programs ----------------------------------------------------------------------------
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64,
+    torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "zeros of both signs": lambda x: torch.copysign(torch.zeros_like(x), x),
+    "constant": lambda x: torch.full_like(x, 3.0),
+    "huge": lambda x: x * 1e30,
+    "beyond": lambda x: x * 3e38,
+    "tiny": lambda x: x * 1e-39,
+    "integers": lambda x: (x * 4).round(),
+    "one NaN": lambda x: _with_first(x, float("nan")),
+    "one Inf": lambda x: _with_first(x, float("inf")),
+    "all NaN": lambda x: torch.full_like(x, float("nan")),
+    "large mean": lambda x: x + 1e4,
+}
+
+
+def _with_first(values: Tensor, bad: float) -> Tensor:
+    if values.numel():
+        values.view(-1)[0] = bad
+    return values
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.clone().transpose(0, -1) if x.dim() > 1 else x,
+    "every other": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2] if x.dim() else x,
+    "offset": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[x.numel() and 1 :].view_as(x),
+    "expanded": lambda x: x[:1].expand_as(x) if x.dim() and len(x) else x,
+    "overlapping": lambda x: _overlapping(x),
+    "flipped sign bit": lambda x: torch._neg_view(x) if x.dtype not in (torch.bool,) else x,
+    "conjugate": lambda x: x.conj(),
+}
+
+
+def _overlapping(values: Tensor) -> Tensor:
+    if values.dim() < 2 or not values.numel():
+        return values
+    return values.clone().as_strided(values.shape, [1] * values.dim())
+
+
+@dataclass(frozen=True)
+class Made:
+    """How one tensor of a program is made; the same each time."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: str
+    layout: str
+    seed: int
+
+    def make(self) -> Tensor:
+        """A new tensor."""
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            drawn = VALUES[self.values](drawn)
+            if not (self.dtype.is_floating_point or self.dtype.is_complex):
+                # what a float beyond the integers becomes is undefined
+                drawn = drawn.nan_to_num(0, 100, -100).clamp(-100, 100).abs()
+            return LAYOUTS[self.layout](drawn.to(self.dtype))
+
+
+UNARY: tuple[Callable[[Tensor], Any], ...] = (
+    torch.exp, torch.log, torch.log1p, torch.sqrt, torch.rsqrt, torch.sin, torch.tan, torch.tanh,
+    torch.sigmoid, torch.erf, torch.erfinv, torch.lgamma, torch.digamma, torch.abs, torch.neg,
+    torch.reciprocal, torch.sign, torch.floor, torch.round, torch.angle, torch.isfinite,
+    torch.sum, torch.mean, torch.std, torch.prod, torch.amax, torch.argmax, torch.logcumsumexp,
+    torch.isnan, torch.nan_to_num, torch.logical_not, torch.square, torch.frac, torch.expm1,
+    functional.gelu, functional.silu, functional.relu, functional.softplus, functional.hardswish,
+    functional.mish, partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=0),
+    partial(torch.cumsum, dim=0), partial(torch.cumprod, dim=-1), partial(torch.sort, dim=-1),
+    partial(torch.logsumexp, dim=-1), partial(torch.var_mean, dim=-1), partial(torch.median, dim=0),
+    partial(torch.cummax, dim=0), partial(torch.topk, k=1), partial(torch.flip, dims=(0,)),
+    partial(torch.clamp, min=-1, max=1), partial(torch.linalg.vector_norm, ord=2),
+    partial(torch.sum, dim=-1, keepdim=True), partial(torch.mean, dim=0), torch.nonzero,
+    partial(torch.pow, exponent=3), partial(torch.pow, exponent=1.5), torch.t, torch.ravel,
+    lambda x: functional.layer_norm(x, x.shape[-1:]), lambda x: functional.normalize(x, dim=-1),
+    lambda x: x.to(torch.float32), lambda x: x.to(torch.bfloat16), lambda x: x.to(torch.float16),
+    lambda x: x.unsqueeze(0), lambda x: x[..., 1:], lambda x: x.diff(), torch.tril, torch.frexp,
+    lambda x: x.exp_(), lambda x: x.add_(1), lambda x: x.mul_(x), lambda x: x.zero_(),
+    lambda x: x.clamp_(0, 2), lambda x: x.t_(), lambda x: x.cumsum_(0), lambda x: x.fill_(7),
+    lambda x: x.relu_(), lambda x: x.masked_fill_(x > 0, 2), lambda x: x[..., :1].neg_(),
+)  # fmt: skip
+
+BINARY: tuple[Callable[[Tensor, Tensor], Any], ...] = (
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.fmod, torch.remainder,
+    torch.atan2, torch.hypot, torch.maximum, torch.fmin, torch.copysign, torch.nextafter,
+    torch.logaddexp, torch.floor_divide, torch.eq, torch.lt, torch.logical_and, torch.bitwise_xor,
+    torch.matmul, torch.outer, torch.dot, torch.xlogy, torch.cdist, torch.kron, torch.isclose,
+    torch.bmm, torch.bitwise_left_shift, torch.gcd, torch.heaviside, functional.mse_loss,
+    functional.smooth_l1_loss, functional.cosine_similarity, partial(functional.kl_div, reduction="sum"),
+    partial(torch.sub, alpha=2), partial(torch.div, rounding_mode="floor"),
+    partial(torch.lerp, weight=0.3), lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: torch.cat([a, b]), lambda a, b: torch.stack([a, b]),
+    lambda a, b: functional.linear(a, b), lambda a, b: torch.einsum("i...,i...->...", a, b),
+    lambda a, b: torch.addmm(a, a, b), lambda a, b: torch.addcdiv(a, a, b, value=0.5),
+    lambda a, b: a.add_(b), lambda a, b: a.mul_(b), lambda a, b: a.div_(b), lambda a, b: a.copy_(b),
+    lambda a, b: torch.add(a, b, out=a), lambda a, b: torch.mm(a, b, out=torch.empty(0)),
+    lambda a, b: a.index_add_(0, torch.zeros(len(b), dtype=torch.int64), b),
+    lambda a, b: torch._foreach_add([a, b], 1), lambda a, b: torch._foreach_mul_([a, b], 2),
+    # overlapping arguments give garbage, another one each time, without any checker
+    lambda a, b: functional.scaled_dot_product_attention(a[None].clone(), *[b[None].clone()] * 2),
+)  # fmt: skip
+
+Op = tuple[int, int, int]
+"""Which op (the unary ones first), and which two tensors of the pool."""
+Program = tuple[list[Made], list[Op], bool]
+
+SHAPES = st.one_of(
+    st.sampled_from([(), (0,), (1,), (3, 0), (4, 4), (3, 5), (2, 3, 3)]),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+)
+TENSORS = st.builds(
+    Made,
+    shape=SHAPES,
+    dtype=st.sampled_from(DTYPES),
+    values=st.sampled_from(list(VALUES)),
+    layout=st.sampled_from(list(LAYOUTS)),
+    seed=st.integers(0, 50),
+)
+OPS = st.tuples(
+    st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(0, 30), st.integers(0, 30)
+)
+PROGRAMS = st.tuples(
+    st.lists(TENSORS, min_size=1, max_size=3),
+    st.lists(OPS, min_size=1, max_size=12),
+    st.booleans(),
+)
+
+
+def is_moderate(tensor: Tensor) -> bool:
+    """Squares, and products of a few, stay far within float32."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return True
+    sizes = tensor.detach().abs().double()
+    sizes = sizes[sizes.isfinite() & (sizes != 0)]
+    return bool(((sizes > 1e-4) & (sizes < 2e4)).all())
+
+
+def run_program(program: Program, *, moderate: bool) -> list[Any]:
+    """Every tensor that the program makes or changes, and the text of what it raises."""
+    made, ops, with_grad = program
+    torch.manual_seed(0)
+    pool = [item.make() for item in made]
+    inputs = list(pool)
+    if moderate:
+        pool = [x for x in pool if is_moderate(x)] or [torch.ones(3)]
+    if with_grad:
+        inputs = [x.requires_grad_() for x in pool if x.is_floating_point() or x.is_complex()]
+    notes: list[str] = []
+    for number, left, right in ops:
+        first, second = pool[left % len(pool)], pool[right % len(pool)]
+        try:
+            if number < len(UNARY):
+                result = UNARY[number](first)
+            else:
+                result = BINARY[number - len(UNARY)](first, second)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            notes.append(f"{type(error).__name__}: {error}")
+            continue
+        leaves = [result] if isinstance(result, Tensor) else list(result or ())
+        pool += [item for item in leaves if item.numel() <= 5000]
+        if moderate:
+            pool = [x for x in pool if is_moderate(x)] or [torch.ones(3)]
+    notes.append(_backward(pool) if with_grad else "")
+    grads = [x.grad for x in inputs if x.grad is not None]
+    return [*pool, *grads, *notes, torch.get_rng_state()]
+
+
+def _backward(pool: list[Tensor]) -> str:
+    ends = [x for x in pool if x.requires_grad and not x.is_complex() and x.grad_fn is not None]
+    if not ends:
+        return ""
+    try:
+        ends[-1].sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def differing(plain: list[Any], checked: list[Any]) -> list[str]:
+    """What is not the same bit for bit in the two runs of a program."""
+    if len(plain) != len(checked):
+        return [f"{len(plain)} results and {len(checked)}"]
+    found = []
+    for place, (left, right) in enumerate(zip(plain, checked, strict=True)):
+        if isinstance(left, Tensor):
+            same = isinstance(right, Tensor) and same_bits(
+                left.detach().resolve_conj().resolve_neg(),
+                right.detach().resolve_conj().resolve_neg(),
+            )
+            same = same and (left.stride(), left._version) == (right.stride(), right._version)
+        else:
+            same = left == right
+        if not same:
+            found.append(f"{place}: {left} became {right}")
+    return found
+
+
+KNOWN = ("aten.fmod.", "aten.remainder.")
+"""Vector kernels of torch that are wrong for large quotients; they are told, rightly."""
+
+
+def assert_unharmed(program: Program, *, moderate: bool, **options: Any) -> None:
+    with EmptyMode():
+        plain = run_program(program, moderate=moderate)
+    with tempfile.TemporaryDirectory() as folder:
+        session = opcheck.check(
+            log_dir=folder, quiet=True, max_checks=None, record_dir=f"{folder}/records", **options
+        )
+        with session:
+            checked = run_program(program, moderate=moderate)
+        logged = opcheck.load_run(folder)
+    assert differing(plain, checked) == []
+    wrong = [
+        (record.op, record.reason)
+        for record in session.failures
+        # far out some kernels overflow on the way to a result that is in range
+        if moderate or not (record.metrics.num_nonfinite or record.op.startswith(KNOWN))
+    ]
+    assert wrong == []
+    assert [record.error for record in session.records if record.error] == []
+    assert session.coverage.errors == 0
+    assert session.coverage.adds_up
+    assert set(session.coverage.skipped) <= set(SkipReason)
+    assert logged.verdict == session.verdict
+    assert len(logged.records) == len(session.records)
+    assert session.report()
+
+
+@PROPERTY
+@given(PROGRAMS)
+def test_any_program_is_left_alone_and_passes(program: Program) -> None:
+    assert_unharmed(program, moderate=True)
+
+
+@PROPERTY
+@given(PROGRAMS)
+def test_extreme_numbers_crash_nothing_and_fail_only_where_a_kernel_overflows(
+    program: Program,
+) -> None:
+    assert_unharmed(program, moderate=False)
+
+
+@PROPERTY
+@given(PROGRAMS)
+def test_every_option_at_once_leaves_any_program_alone(program: Program) -> None:
+    assert_unharmed(
+        program, moderate=False, blame=True, repeat=True, selftest=True, record="all",
+        large="sample", max_numel=8,
+    )  # fmt: skip
