@@ -412,6 +412,7 @@ class Pipeline:
     ) -> tuple[Judged | SkipReason, Blame | None]:
         settings = self._settings
         if call.is_large:
+            call.declared = self._declared.of(call)
             criterion = Criterion(name=settings.criterion, rtol=rtol, atol=atol, seed=settings.seed)
             return judge_large(call, out, criterion), None
         reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)

@@ -146,3 +146,10 @@ def test_nothing_is_certified_before_a_run_or_without_a_model(tmp_path):
     assert not session.certificate.holds
     with pytest.raises(opcheck.ArgumentError, match="needs opcheck"):
         session.certify(lambda: None)
+
+
+def test_a_result_with_a_strided_dimension_of_one_element_is_compared(tmp_path):
+    model, optimizer, step = make_step()
+    session = opcheck.check(model, log_dir=tmp_path, quiet=True)
+    certificate = session.certify(lambda: step().expand(2).clone()[::2], optimizers=[optimizer])
+    assert certificate.holds, str(certificate)

@@ -141,6 +141,17 @@ def test_a_correct_large_call_passes_and_says_what_was_looked_at(tmp_path, op, d
     assert [item.sample for item in loaded.records] == [item.sample for item in session.records]
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT, torch.float16], ids=str)
+def test_results_of_a_wider_dtype_than_the_inputs_pass(tmp_path, dtype):
+    """The logsumexp of attention is float32 whatever the queries are."""
+    queries = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with opcheck.check(log_dir=tmp_path, quiet=True, max_numel=100) as session:
+        attend(queries, queries, queries)
+    assert [record.reason for record in session.failures] == []
+    assert session.verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize("op", CLEAN)
 def test_results_and_inputs_are_those_of_the_unchecked_step(tmp_path, op):
     """In-place arithmetic of a check could hit the step's own float32 memory."""
