@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import TensorChecker, module_register_tensor_checker, tensor_repro
+from modulecheck.graph_limits import loaded
 from modulecheck.tensor_compare import Criterion, compare
 from modulecheck.tensor_limits import limit_for
 from modulecheck.tensor_values import Snapshot
@@ -219,7 +220,10 @@ def test_tensors_of_no_module_are_recorded(tmp_path: Path) -> None:
     assert path.parent == tmp_path
     assert path.with_suffix(".pt").exists()
     write_pytest(path, tmp_path / "test_it.py")
-    assert run_file(tmp_path / "test_it.py").returncode == 1
+    assert "def test_reproducer" in (tmp_path / "test_it.py").read_text()
+    file: Any = loaded(tmp_path / "test_it.py")  # with its tensors beside it
+    _, expected, actual = file.recorded("cpu", wide=False)
+    assert file.verdict(file.limits(), [actual], [expected], [expected]) == 1
 
 
 def test_what_no_file_shows_is_said(tmp_path: Path) -> None:
