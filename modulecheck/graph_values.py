@@ -26,7 +26,8 @@ from opcheck.verdicts import spacing_of
 
 __all__ = [
     "RULE", "Values", "aten_ops", "between", "compute", "draws_random_numbers", "judge",
-    "recomputed", "same_bits", "tensor_nodes", "zeros_differ",
+    "judge_beside", "recomputed", "same_bits", "tensor_nodes", "wide_dtypes", "widened",
+    "zeros_differ",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -166,7 +167,7 @@ def recomputed(
         if node.name in inside:
             return found[node.name]
         if node.name not in found:
-            found[node.name] = _widened(values[node.name], draw, generator, wide=wide)
+            found[node.name] = widened(values[node.name], draw, generator, wide=wide)
         return found[node.name]
 
     with torch.no_grad(), _torch.no_modes():
@@ -175,12 +176,12 @@ def recomputed(
                 return None
             args, kwargs = fx.map_arg((node.args, node.kwargs), read)
             if wide:
-                args, kwargs = _wide_dtypes(args), _wide_dtypes(kwargs)
+                args, kwargs = wide_dtypes(args), wide_dtypes(kwargs)
             try:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
             except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
                 return None  # no float64 kernel, or arguments that mean something in one dtype
-            found[node.name] = _widened(result, None, generator, wide=wide)
+            found[node.name] = widened(result, None, generator, wide=wide)
     return found
 
 
@@ -189,29 +190,31 @@ def draws_random_numbers(nodes: Iterable[fx.Node]) -> bool:
     return any(part in str(node.target) for node in nodes for part in _RANDOM)
 
 
-def _wide_dtypes(value: Any) -> Any:
+def wide_dtypes(value: Any) -> Any:
+    """Arguments of an op, with wider dtypes where they name some."""
     if isinstance(value, torch.dtype):
         return wider(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_wide_dtypes(item) for item in value)
+        return type(value)(wide_dtypes(item) for item in value)
     if isinstance(value, dict):
-        return {key: _wide_dtypes(item) for key, item in value.items()}
+        return {key: wide_dtypes(item) for key, item in value.items()}
     return value
 
 
-def _widened(value: Any, draw: int | None, generator: np.random.Generator, *, wide: bool) -> Any:
+def widened(value: Any, draw: int | None, generator: np.random.Generator, *, wide: bool) -> Any:
+    """In float64, with a `draw` moved by one ulp of its own dtype; lists of tensors too."""
     if isinstance(value, (list, tuple)):
-        return [_widened(item, draw, generator, wide=wide) for item in value]
+        return [widened(item, draw, generator, wide=wide) for item in value]
     if not isinstance(value, Tensor):
         return value
-    widened = value.detach().to(wider(value.dtype)) if wide else value.detach()
+    found = value.detach().to(wider(value.dtype)) if wide else value.detach()
     dtype = str(value.dtype).removeprefix("torch.")
     if draw is None or dtype not in tol.EPS or not value.numel():
-        return widened
+        return found
     numbers = array_of(value).astype(np.float64)
     signs = generator.choice((-1.0, 1.0), size=numbers.shape)
     moved = numbers + signs * spacing_of(numbers.reshape(-1), dtype).reshape(numbers.shape)
-    return torch.from_numpy(moved).to(device=value.device, dtype=widened.dtype)
+    return torch.from_numpy(moved).to(device=value.device, dtype=found.dtype)
 
 
 # ---- judging ------------------------------------------------------------------------------------
@@ -244,13 +247,6 @@ def judge(
             reason=f"{what} is {mine}, expected {theirs}",
             documented=Documented(allclose=False),
         )
-    y, c = array_of(actual), array_of(expected)
-    dtype = str(expected.dtype.to_real() if expected.is_complex() else expected.dtype)
-    dtype = dtype.removeprefix("torch.")
-    if dtype not in tol.EPS:
-        dtype = "float16" if expected.is_floating_point() else dtype
-    if y.dtype.kind not in "fc":
-        return quick_look(y, c, dtype, RULE)
 
     @functools.cache
     def run(draw: int | None) -> Array | None:
@@ -261,9 +257,20 @@ def judge(
         value = None if found is None else found[name]
         if value is not None and part is not None:
             value = value[part]
-        return array_of(value).reshape(c.shape) if isinstance(value, Tensor) else None
+        return array_of(value).reshape(expected.shape) if isinstance(value, Tensor) else None
 
-    references = References(golden=lambda: run(None), moved=run)
+    return judge_beside(actual, expected, References(golden=lambda: run(None), moved=run))
+
+
+def judge_beside(actual: Tensor, expected: Tensor, references: References) -> Compared:
+    """Hold one value against the same-dtype reference and float64; of one dtype and shape."""
+    y, c = array_of(actual), array_of(expected)
+    dtype = str(expected.dtype.to_real() if expected.is_complex() else expected.dtype)
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in tol.EPS:
+        dtype = "float16" if expected.is_floating_point() else dtype
+    if y.dtype.kind not in "fc":
+        return quick_look(y, c, dtype, RULE)
     return compare(y, c, dtype=dtype, rule=RULE, references=references)
 
 

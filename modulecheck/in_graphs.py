@@ -252,13 +252,14 @@ def _bisected(
     found = []
     for number, given in enumerate(ladder.capture.given if ladder.capture else [], 1):
         on_progress(f"halving graph {number} with {stage}")
-        bad = first_bad_node(
-            given,
-            backend,
-            phases=place.phases,
-            ambient=lambda: as_in(place.rerun.snapshot, autocast=True),
-            budget=budget,
-        )
+        with _torch.random_as_eager(place.rerun.call.backend):
+            bad = first_bad_node(
+                given,
+                backend,
+                phases=place.phases,
+                ambient=lambda: as_in(place.rerun.snapshot, autocast=True),
+                budget=budget,
+            )
         if bad is not None:
             found.append(_first_bad(place, given, bad, stage, why))
     return found or [_whole(place, ladder, stage, why)]
