@@ -42,6 +42,7 @@ __all__ = [
     "rank_of_several",
     "ranks_of",
     "recompile_limit_hits",
+    "runs_in_this_backward",
     "sharded_inside",
     "shared_by_ranks",
     "undisturbed",
@@ -64,6 +65,14 @@ def not_by_dynamo(function: Function) -> Function:
 def inside_autograd() -> bool:
     """True while a backward runs on this thread."""
     return graph_task_id() != -1
+
+
+def runs_in_this_backward(node: Any) -> bool:
+    """True for a node that the backward running on this thread runs, or whose gradient it gives."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf among the inputs of torch.autograd.grad
+        return True
 
 
 def queue_after_backward(function: Callable[[], None]) -> None:

@@ -161,19 +161,22 @@ class ModuleCall:
             self.close("")
             return
         by_key = results_of(replayed)
-        sources = [key for key in region.sources if key in region.of_outputs and key in by_key]
-        grads = [region.of_outputs[key] for key in sources]
+        arrived = region.of_outputs
+        sources = [key for key in region.sources if key in arrived and key in by_key]
+        grads = [arrived[key] for key in sources]
         of_inputs, of_parameters = replayed.gradients([by_key[key] for key in sources], grads)
         self._replayed = None
         isolated = not region.has_unknown_edges
         for place, eager in enumerate(of_inputs):
-            if replayed.input_leaves[place] is not None:
+            if replayed.input_leaves[place] is not None and region.wants(("input", place)):
                 self._pairs.gradient(
                     "grad_input", ("grad_input", place), f"input {place}",
                     region.found.get(("input", place)), eager, isolated=isolated,
                 )  # fmt: skip
         for name, eager in of_parameters.items():
             found = region.found.get(("parameter", name))
+            if not region.wants(("parameter", name)):
+                continue
             self._pairs.gradient(
                 "param_grads", ("param", name), name, found, eager, isolated=isolated
             )

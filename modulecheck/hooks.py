@@ -217,6 +217,17 @@ def counted() -> Iterator[Ran]:
 # ---- gradients of the real step -----------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """Where a node of the call hands a gradient to."""
+
+    place: int
+    child: Any
+    key: Key
+    inside: bool
+    """To an output of the call that the call itself goes on with."""
+
+
 class RegionGradients:
     """The gradients at the boundary of one call.
 
@@ -252,7 +263,12 @@ class RegionGradients:
         """Own gradients of inputs and parameters."""
         self.sources: list[Key] = []
         """Outputs (and changed inputs) through which gradients come in."""
-        self.of_outputs: dict[Key, Tensor] = {}
+        self.not_asked: set[Key] = set()
+        """Inputs and parameters whose gradients the backward was not asked for."""
+        self._arrived: dict[Key, Tensor] = {}
+        self._from_inside: dict[Key, Tensor] = {}
+        self._source_keys: dict[Any, Key] = {}
+        self._listened: list[tuple[Any, list[_Edge]]] = []
         self.has_unknown_edges = False
         """A gradient leaves the call for a tensor that is no input of it."""
         self.fired = False
@@ -273,7 +289,12 @@ class RegionGradients:
         """
         self._on_first, self._on_done = on_first, on_done
         outputs = self._gradient_sources(output)
-        inner: set[Any] = set()
+        self.sources = [key for key, _ in outputs]
+        self._source_keys = {
+            _identity(tensor): key
+            for key, tensor in outputs
+            if tensor.grad_fn is not None and not self._is_outside(tensor.grad_fn)
+        }
         todo = [tensor.grad_fn for _, tensor in outputs]
         seen: set[Any] = set()
         while todo:
@@ -285,18 +306,22 @@ class RegionGradients:
             if edges:
                 self._listen(node, edges)
             todo += [child for child, nr in node.next_functions if self._goes_on(child, nr)]
-            inner.update(node.next_functions)
-        # what goes on inside cannot be told from what comes in from outside
-        outputs = [
-            (key, tensor)
-            for key, tensor in outputs
-            if key[0] not in ("argument", "attribute") or _identity(tensor) not in inner
-        ]
-        self.sources = [key for key, _ in outputs]
         for key, tensor in outputs:
             if tensor.grad_fn is not None and not self._is_outside(tensor.grad_fn):
                 self._listen_to_output(key, tensor)
         return bool(self._waiting)
+
+    @property
+    def of_outputs(self) -> dict[Key, Tensor]:
+        """What came in from outside; an output that the call goes on with gets more from inside."""
+        return {
+            key: grad - self._from_inside[key] if key in self._from_inside else grad
+            for key, grad in self._arrived.items()
+        }
+
+    def wants(self, key: Key) -> bool:
+        """False for a gradient that the backward was not asked for, and did not give."""
+        return key in self.found or key not in self.not_asked
 
     def forget_inputs(self) -> None:
         """Let go of the user's tensors; what is needed in backward are their nodes."""
@@ -310,7 +335,7 @@ class RegionGradients:
             handle.remove()
         for container in (
             self.inputs, self._input_keys, self._before, self._parameters, self._handles,
-            self._waiting,
+            self._waiting, self._listened,
         ):  # fmt: skip
             container.clear()
         self._on_done = self._on_first = None
@@ -321,7 +346,8 @@ class RegionGradients:
             handle.remove()
         for container in (
             self.inputs, self._input_keys, self._before, self._parameters, self._handles,
-            self._waiting, self.found, self.of_outputs,
+            self._waiting, self.found, self._arrived, self._from_inside, self._source_keys,
+            self._listened,
         ):  # fmt: skip
             container.clear()
         self.arguments = {}
@@ -372,23 +398,27 @@ class RegionGradients:
             and (node, nr) not in self._input_keys
         )
 
-    def _edges(self, node: Any) -> list[tuple[int, Key]]:
+    def _edges(self, node: Any) -> list[_Edge]:
         found = []
         for place, (child, nr) in enumerate(node.next_functions):
             if child is None:
                 continue
             variable = getattr(child, "variable", None)
             key = self._input_keys.get((child, nr))
+            source = None if key is not None else self._source_keys.get((child, nr))
             if key is None and variable is not None:
                 key = self._input_keys.get(id(variable)) or self._parameters.get(id(variable))
-            if key is not None:
-                found.append((place, key))
+            if source is not None:
+                found.append(_Edge(place, child, source, inside=True))
+            elif key is not None:
+                found.append(_Edge(place, child, key, inside=False))
             elif variable is not None or self._is_outside(child):
                 self.has_unknown_edges = True
         return found
 
-    def _listen(self, node: Any, edges: list[tuple[int, Key]]) -> None:
+    def _listen(self, node: Any, edges: list[_Edge]) -> None:
         self._waiting.add(node)
+        self._listened.append((node, edges))
 
         def after(grad_inputs: Any, grad_outputs: Any) -> None:
             if self._on_done is None or replaying():
@@ -398,18 +428,33 @@ class RegionGradients:
                 return
             if not self.fired:
                 self.fired = True
+                self._look_ahead()
                 if self._on_first is not None:
                     self._on_first()
-            for place, key in edges:
-                grad = grad_inputs[place]
+            for edge in edges:
+                grad = grad_inputs[edge.place]
                 if grad is not None:
-                    grad = self._kept(grad)
-                    self.found[key] = self.found[key] + grad if key in self.found else grad
+                    grad, into = self._kept(grad), self._from_inside if edge.inside else self.found
+                    into[edge.key] = into[edge.key] + grad if edge.key in into else grad
             self._waiting.discard(node)
             if not self._waiting and self._on_done is not None:
                 self._on_done()
 
         self._handles.append(node.register_hook(after))
+
+    def _look_ahead(self) -> None:
+        """`backward(inputs=...)` and `torch.autograd.grad` run a part of the nodes."""
+        known, asked = set[Key](), set[Key]()
+        for node, edges in self._listened:
+            runs = _torch.runs_in_this_backward(node)
+            if not runs:
+                self._waiting.discard(node)
+            for edge in edges:
+                if not edge.inside:
+                    known.add(edge.key)
+                    if runs and _torch.runs_in_this_backward(edge.child):
+                        asked.add(edge.key)
+        self.not_asked = known - asked
 
     def _kept(self, grad: Tensor) -> Tensor:
         return grad.detach().clone() if self._copies else grad.detach()
@@ -420,8 +465,8 @@ class RegionGradients:
         def before(grad_outputs: Any) -> None:
             if self._on_done is None or replaying():
                 return
-            if grad_outputs[place] is not None and key not in self.of_outputs:
-                self.of_outputs[key] = self._kept(grad_outputs[place])
+            if grad_outputs[place] is not None and key not in self._arrived:
+                self._arrived[key] = self._kept(grad_outputs[place])
 
         node = tensor.grad_fn
         if node is not None:
