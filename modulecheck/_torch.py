@@ -25,6 +25,7 @@ __all__ = [
     "inlined",
     "inside_autograd",
     "inside_ddp",
+    "is_backend",
     "is_compiled_wrapper",
     "is_fsdp2",
     "is_gathered",
@@ -99,6 +100,17 @@ def load_backend(backend: Any) -> Callable[..., Any]:
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)
+
+
+def is_backend(name: str) -> bool:
+    """True for a name that `torch.compile` takes."""
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        load_backend(name)
+    except InvalidBackend:
+        return False
+    return True
 
 
 def is_own_inductor(backend: Any) -> bool:

@@ -94,9 +94,14 @@ class PrecisionChecker:
         Raises:
             ArgumentError: a value that is not allowed.
             ArgumentTypeError: cast_dtype is no dtype, backend neither a name nor a callable,
-                repro_dir no path.
+                graph_dir or repro_dir no path, a switch neither True nor False.
         """
         _validate(backend, threshold, rtol, criterion, cast_dtype, golden)
+        _validate_flags(
+            dump_graphs=dump_graphs, capture_input=capture_input, single_pass=single_pass
+        )
+        if not isinstance(graph_dir, (str, Path)):
+            raise ArgumentTypeError(f"graph_dir: expected a path, got {graph_dir!r}")
         _validate_number("record_limit_mb", record_limit_mb)
         _validate_number("rank_timeout_s", rank_timeout_s)
         if repro_dir is not None and not isinstance(repro_dir, (str, Path)):
@@ -185,6 +190,11 @@ class PrecisionChecker:
         """Say now what would otherwise be an error in the middle of the step."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
+        if isinstance(self.backend, str) and not _torch.is_backend(self.backend):
+            raise ArgumentError(
+                f"backend: torch.compile knows none of the name {self.backend!r};"
+                " torch._dynamo.list_backends() gives those it knows"
+            )
         on_cpu = any(item.device.type == "cpu" for item in model.parameters())
         if self.backend == "inductor" and on_cpu and _torch.lacks_cpp_compiler():
             raise RuntimeError(
@@ -338,6 +348,7 @@ class PrecisionChecker:
             ArgumentError, ArgumentTypeError: something that a result from a file needs is missing
                 or is another one.
         """
+        _validate_result(result)
         return drill(
             result, locate, budget=Budget(seconds=budget_s, compiles=max_compiles),
             progress=progress,
@@ -353,6 +364,7 @@ class PrecisionChecker:
         Raises:
             LogWriteError: it cannot be written.
         """
+        _validate_result(result)
         result.save(path)
 
     def report(
@@ -379,6 +391,7 @@ class PrecisionChecker:
             LogWriteError: the CSV cannot be written.
             ArgumentError: scenario is no name.
         """
+        _validate_result(result)
         merged = None
         if gather:
             rank, merged = gathered(result, scenario=scenario, timeout_s=self.rank_timeout_s)
@@ -405,6 +418,21 @@ def _validate(
         raise ArgumentError(f"golden: expected 'auto' or 'always', got {golden!r}")
     if cast_dtype is not None and not isinstance(cast_dtype, torch.dtype):
         raise ArgumentTypeError(f"cast_dtype: expected a torch.dtype, got {cast_dtype!r}")
+    if cast_dtype is not None and not cast_dtype.is_floating_point:
+        raise ArgumentError(f"cast_dtype: expected a floating dtype, got {cast_dtype}")
+
+
+def _validate_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _validate_result(result: Any) -> None:
+    if not isinstance(result, CompareResult):
+        raise ArgumentTypeError(
+            f"result: expected what collect() or compare() returned, got {type(result).__name__}"
+        )
 
 
 def _validate_number(name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ class Selection:
         """Mark one module; `name` replaces its FQN in the report."""
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(f"module: expected a torch.nn.Module, got {_type(module)}")
+        if name is not None and not isinstance(name, str):
+            raise ArgumentTypeError(f"name: expected a string or None, got {name!r}")
         self.wrapped[module] = name
 
     def wrap_by_policy(self, model: nn.Module, classes: Any) -> list[nn.Module]:
@@ -85,7 +88,7 @@ class Selection:
         """Outermost wrapped modules are compiled; what lies inside them is compiled with them.
 
         Raises:
-            ArgumentError: a wrapped module is no part of the model.
+            ArgumentError: a wrapped module is no part of the model, or two have one name.
         """
         names = {module: clean_fqn(name, model) for name, module in model.named_modules()}
         lost = [module for module in self.wrapped if module not in names]
@@ -106,6 +109,13 @@ class Selection:
             if module in self.wrapped and not inside and not is_compiled(module):
                 checked, run = module not in self.ignored, _torch.inside_ddp(module)
                 targets.append(Target(name, run, checked, fqn=names[module]))
+        counts = Counter(target.name for target in targets)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise ArgumentError(
+                f"wrap: {counts[twice[0]]} modules have the name {twice[0]!r} in the report;"
+                " wrap(module, name) takes another one for each"
+            )
         return Plan(tuple(targets), tuple(skipped))
 
 

@@ -121,6 +121,11 @@ def test_fields_are_in_the_documented_order(kind: Any, names: list[str]) -> None
         ({"criterion": "strict"}, ArgumentError),
         ({"backend": 3}, ArgumentTypeError),
         ({"cast_dtype": "bfloat16"}, ArgumentTypeError),
+        ({"cast_dtype": torch.int64}, ArgumentError),
+        ({"single_pass": "no"}, ArgumentTypeError),
+        ({"capture_input": None}, ArgumentTypeError),
+        ({"dump_graphs": 1}, ArgumentTypeError),
+        ({"graph_dir": 3}, ArgumentTypeError),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
@@ -734,6 +739,44 @@ def test_wrapping_a_module_of_another_model_is_an_error() -> None:
     checker.wrap(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="Linear"):
         checker.install(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("single_pass", [True, False])
+def test_unknown_backend_is_said_before_the_step(single_pass: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    checker = PrecisionChecker("aot_eagre", single_pass=single_pass)
+    checker.wrap(model[0])
+    with pytest.raises(ArgumentError, match="aot_eagre"):
+        checker.compare(lambda model: model(torch.ones(1, 2)).sum(), model)
+
+
+@pytest.mark.parametrize("single_pass", [True, False])
+def test_two_modules_of_one_name_are_refused(single_pass: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    checker = PrecisionChecker(single_pass=single_pass)
+    checker.wrap(model[0], name="block")
+    checker.wrap(model[1], name="block")
+    with pytest.raises(ArgumentError, match="2 modules have the name 'block'"):
+        checker.compare(lambda model: model(torch.ones(1, 2)).sum(), model)
+
+
+def test_name_that_is_no_string_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="name: "):
+        PrecisionChecker().wrap(nn.Linear(2, 2), name=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda checker, result: checker.report(result),
+        lambda checker, result: checker.save(result, "result.mc"),
+        lambda checker, result: checker.drilldown(result),
+    ],
+    ids=["report", "save", "drilldown"],
+)
+def test_what_is_no_result_is_refused(use: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="result: "):
+        use(PrecisionChecker(), None)
 
 
 def test_loss_of_a_tensor_or_a_float_can_be_recorded() -> None:
