@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules import module as _module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from opcheck.errors import OpcheckError
+
 __all__ = [
     "CollectiveError",
     "TorchDispatchMode",
@@ -50,8 +52,20 @@ __all__ = [
     "with_local_part",
 ]
 
-graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+def _need(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise OpcheckError(
+            f"torch {torch.__version__} has no {where}.{name}, which modulecheck needs;"
+            " see the tested versions in the README"
+        ) from None
+
+
+graph_task_id: Callable[[], int] = _need(torch._C, "_current_graph_task_id")
+next_sequence_nr: Callable[[], int] = _need(torch.autograd, "_get_sequence_nr")
 no_modes = _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -78,7 +92,7 @@ def runs_in_this_backward(node: Any) -> bool:
 
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Run `function` when the backward that is running ends, before the caller goes on."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    _need(torch.autograd.Variable, "_execution_engine").queue_callback(function)
 
 
 def lacks_cpp_compiler() -> bool:
@@ -445,7 +459,7 @@ def _held(value: Any) -> Any:
 def undisturbed(root: nn.Module) -> Iterator[None]:
     """Run `root` in eager without anybody noticing: hooks off, attributes as before afterwards."""
     kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-    kept_global = {name: dict(getattr(_module, name)) for name in _GLOBAL_TABLES}
+    kept_global = {name: dict(_need(_module, name)) for name in _GLOBAL_TABLES}
     try:
         for name in _GLOBAL_TABLES:
             getattr(_module, name).clear()
