@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import opcheck
+from modulecheck import PrecisionChecker
 from opcheck.records import SkipReason
-from tests.step_equality import EmptyMode, same_bits
+from tests.step_equality import EmptyMode, active_modes, global_hooks, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what torch says is its own
 
@@ -288,3 +289,50 @@ def test_every_option_at_once_leaves_any_program_alone(program: Program) -> None
         program, moderate=False, blame=True, repeat=True, selftest=True, record="all",
         large="sample", max_numel=8,
     )  # fmt: skip
+
+
+# ---- what stays behind --------------------------------------------------------------------------
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What a checker may have changed in the process."""
+    return (
+        active_modes(), global_hooks(), torch.is_grad_enabled(), torch.get_num_threads(),
+        torch.Tensor.backward, torch.autograd.backward, nn.Module.__call__,
+        torch.optim.Optimizer.zero_grad,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit])
+def test_an_exception_in_the_step_leaves_nothing_of_any_option(error, tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    before, keys = surroundings(), [sorted(vars(item)) for item in model.modules()]
+    session = opcheck.check(
+        model, log_dir=tmp_path, quiet=True, blame=True, repeat=True, selftest=True,
+        repro_dir=tmp_path / "repro", record="all", record_dir=tmp_path / "records",
+    )  # fmt: skip
+    thrown = error("of the user")
+    with pytest.raises(error) as caught, session:
+        model(torch.ones(3, 4)).sum().backward()
+        raise thrown
+    assert caught.value is thrown
+    assert surroundings() == before
+    assert [sorted(vars(item)) for item in model.modules()] == keys
+    assert session.coverage.adds_up
+    assert session.failures == []
+
+
+def test_both_checkers_at_once_see_the_step_and_leave_nothing(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 2)))
+    before = surroundings()
+    checker = PrecisionChecker(backend="aot_eager")
+    checker.wrap_all_children(model, depth=0)
+    with opcheck.check(model, log_dir=tmp_path, quiet=True) as session:
+        with checker.installed(model):
+            model(torch.ones(3, 4)).sum().backward()
+        result = checker.collect()
+    assert surroundings() == before
+    assert session.failures == []
+    assert session.coverage.checked > 0
+    assert session.coverage.adds_up
+    assert str(result.verdict) == "PASS"
