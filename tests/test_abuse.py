@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -18,6 +19,7 @@ from torch.nn import functional
 import opcheck
 from modulecheck import PrecisionChecker
 from opcheck.records import SkipReason
+from opcheck.verdicts import Rule, judge_golden
 from tests.step_equality import EmptyMode, active_modes, global_hooks, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what torch says is its own
@@ -336,3 +338,43 @@ def test_both_checkers_at_once_see_the_step_and_leave_nothing(tmp_path) -> None:
     assert session.coverage.checked > 0
     assert session.coverage.adds_up
     assert str(result.verdict) == "PASS"
+
+
+# ---- what these programs showed -----------------------------------------------------------------
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "passes"),
+    [
+        (complex(NAN, NAN), complex(-INF, NAN), True),
+        (complex(INF, NAN), complex(INF, 0), True),
+        (complex(1, 0), complex(INF, 0), False),
+        (complex(1, 0), complex(0, NAN), False),
+        (complex(NAN, 0), complex(1, 0), False),
+        (complex(1, INF), complex(1, 1), False),
+    ],
+)
+def test_complex_numbers_that_are_not_finite_agree_as_a_whole(actual, expected, passes) -> None:
+    sides = [np.array([value, 2 + 1j], dtype=np.complex64) for value in (actual, expected)]
+    outcome = judge_golden(*sides, perturbed=None, rule=Rule(dtype="float32"))
+    assert outcome.passed is passes
+
+
+@pytest.mark.parametrize("overlapping", [True, False])
+def test_writing_to_shared_elements_is_skipped_and_to_others_is_not(overlapping, tmp_path) -> None:
+    target = torch.ones(6).as_strided((3, 2), (1, 1) if overlapping else (2, 1))
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch._foreach_mul_([target], 2.0)
+    assert session.coverage.skipped.get(SkipReason.OVERLAPPING, 0) == overlapping
+    assert session.coverage.checked == (not overlapping)
+    assert session.coverage.adds_up
+    assert session.failures == []
+
+
+def test_nan_to_num_of_complex_numbers_knows_their_limits(tmp_path) -> None:
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.nan_to_num(torch.tensor([complex(INF, -INF), 1j]))
+    assert session.failures == []
+    assert session.coverage.checked == 1
