@@ -98,7 +98,8 @@ def _add(found: Described, tensor: Tensor) -> None:
 def writes_overlapping(call: Call) -> bool:
     """The op writes to a tensor in which several elements may be the same memory.
 
-    torch refuses those that have a stride of 0, and not others (`_foreach_mul_` on strides (1, 1)). What stands there afterwards depends on the order in which a kernel happens to write.
+    torch refuses those that have a stride of 0, and not others (`_foreach_mul_` on strides (1, 1)).
+    What stands there afterwards depends on the order in which a kernel happens to write.
     """
     if not call.traits.mutates:
         return False
