@@ -247,6 +247,30 @@ def test_zero_softmax_over_many_classes_fails() -> None:
     assert judge_allclose(zeros, golden, rule=half).passed  # why it is not the default
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_half_a_percent_of_garbage_fails(dtype: str) -> None:
+    """A rule of the 99th percentile passes it."""
+    golden = normal(10_000)
+    actual = rounded(golden, dtype).copy()
+    assert golden_only(actual, golden, Rule(dtype=dtype)).passed
+    actual[::200] = 7.0
+    outcome = golden_only(actual, golden, Rule(dtype=dtype))
+    assert outcome.why == "elem"
+    assert outcome.metrics.num_out == 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["flipped", "signs", "duplicated rows"])
+def test_what_order_free_hashes_call_equal_fails(kind: str, dtype: str) -> None:
+    golden = normal(64, 32)
+    right = rounded(golden, dtype)
+    wrong = {"flipped": right[::-1], "signs": -right, "duplicated rows": right.copy()}[kind]
+    if kind == "duplicated rows":
+        wrong[2:4] = wrong[:2]
+    assert golden_only(right, golden, Rule(dtype=dtype)).passed
+    assert not golden_only(np.ascontiguousarray(wrong), golden, Rule(dtype=dtype)).passed
+
+
 def test_one_element_in_a_million_fails() -> None:
     golden = normal(1_000_000)
     actual = golden.astype(np.float32)
