@@ -58,8 +58,13 @@ def _asked(call: Call) -> Dtypes | None:
     except Exception:  # noqa: BLE001 - many ops have no meta kernel, or one that needs values
         return None
     unknown = _UNSETTLED.get(call.traits.base, frozenset())
+    inputs = {dtype for dtype in call.signature[1::2] if dtype.is_floating_point}
+    # mse_loss_backward and smooth_l1_loss_backward of a 16-bit input and a float32 target give
+    # 16 bit on the CPU and declare float32: where dtypes are mixed, which one is nobody's fault
+    mixed = inputs if len(inputs) > 1 else set()
     return tuple(
-        None if number in unknown else dtype for number, dtype in enumerate(_dtypes_of(out))
+        None if number in unknown or dtype in mixed else dtype
+        for number, dtype in enumerate(_dtypes_of(out))
     )
 
 

@@ -128,6 +128,15 @@ def test_an_op_that_returns_another_dtype_fails(tmp_path):
     assert "dtype torch.float64, expected torch.float32" in session.failures[0].reason
 
 
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
+def test_a_16_bit_input_beside_a_float32_target_passes(loss, tmp_path):
+    """The kernel gives its gradient in 16 bit, and declares float32."""
+    x = torch.rand(8, dtype=torch.bfloat16, requires_grad=True)
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        loss(x, torch.rand(8)).backward()
+    assert session.verdict == "PASS", session.failures
+
+
 def test_a_wrong_result_is_found_where_moved_inputs_are_refused(tmp_path):
     """Flags of 0 and 1 that are no flags any more once they are moved by a rounding."""
     from tests.faults import planted
