@@ -14,6 +14,12 @@ from tests.step_equality import EmptyMode, active_modes
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 
 
+@pytest.fixture(autouse=True)
+def no_registered_kernels(monkeypatch):
+    """Other tests of the process may have registered some, and a session with them stays."""
+    monkeypatch.setattr(opcheck.leaving.SWITCH, "has_kernels", False)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
