@@ -198,18 +198,9 @@ class Pairs:
             eager: after the eager call.
             eager_before: what the eager call got, where it did not get the same.
         """
-        old, after = dict(trees.named_tensors(before)), dict(trees.named_tensors(actual))
-        theirs_old = old if eager_before is None else dict(trees.named_tensors(eager_before))
-        for name, theirs in trees.named_tensors(eager):
-            mine = after.pop(name, None)
-            key, label = ("argument", name), f"argument {name}"
-            if mine is None:
-                self.differs("mutated", key, label, "eager has put a tensor there")
-            elif _is_written(old, name, mine) or _is_written(theirs_old, name, theirs):
-                self.look("mutated", key, label, mine, theirs)
-        for name in after:
-            reason = "compiled has put a tensor there"
-            self.differs("mutated", ("argument", name), f"argument {name}", reason)
+        old, after, theirs = (dict(trees.named_tensors(side)) for side in (before, actual, eager))
+        theirs_old = None if eager_before is None else dict(trees.named_tensors(eager_before))
+        self._written("argument", old, after, theirs, theirs_old)
 
     def buffers(
         self,
@@ -238,17 +229,28 @@ class Pairs:
         eager_before: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Tensors in plain attributes of the module by name, as `arguments`."""
+        self._written("attribute", before, actual, eager, eager_before)
+
+    def _written(
+        self,
+        what: str,
+        before: Mapping[str, Tensor],
+        actual: Mapping[str, Tensor],
+        eager: Mapping[str, Tensor],
+        eager_before: Mapping[str, Tensor] | None,
+    ) -> None:
+        """Tensors by name that a side wrote to, or put there."""
         theirs_old, after = before if eager_before is None else eager_before, dict(actual)
         for name, theirs in eager.items():
             mine = after.pop(name, None)
-            key, label = ("attribute", name), f"attribute {name}"
+            key, label = (what, name), f"{what} {name}"
             if mine is None:
                 self.differs("mutated", key, label, "eager has put a tensor there")
             elif _is_written(before, name, mine) or _is_written(theirs_old, name, theirs):
                 self.look("mutated", key, label, mine, theirs)
         for name in after:
             reason = "compiled has put a tensor there"
-            self.differs("mutated", ("attribute", name), f"attribute {name}", reason)
+            self.differs("mutated", (what, name), f"{what} {name}", reason)
 
     def gradient(
         self, kind: str, key: Key, name: str, actual: Tensor | None, eager: Tensor | None,
