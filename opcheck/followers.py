@@ -10,6 +10,7 @@ from typing import Any
 
 from opcheck import _torch
 from opcheck.calls import Call, OpTraits
+from opcheck.crashes import is_ours
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason
 from opcheck.references import Reference
@@ -68,9 +69,8 @@ class Followers:
         depth = _torch.reference_depth()
         try:
             call.repeat = self._repeats.after(call, out)
-        except BaseException as error:  # our crash must not be the user's
-            _torch.leave_references(depth)
-            if not isinstance(error, Exception):  # Ctrl-C
+        except BaseException as error:
+            if not is_ours(error, depth):
                 raise
             call.repeat = None
             self._repeats.crashed()

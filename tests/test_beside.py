@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 
 import opcheck
-from opcheck import SkipReason, Verdict, beside, pipeline
-from opcheck.pipeline import Pipeline
+from opcheck import SkipReason, Verdict, beside, comparison
+from opcheck.calls import Call
+from opcheck.comparison import Comparison
 from tests import models
 from tests.faults import gelu_backward_off_by, gelu_off_by
 
@@ -30,18 +32,34 @@ def no_thread_left_behind():
     assert set(threading.enumerate()) <= before
 
 
+def in_workers(monkeypatch, first: Callable[[Call], object]) -> None:
+    """Do something before each comparison that a worker makes; those of the step go on as ever."""
+    original = Comparison.compare
+
+    def compare(self, call, out):
+        if threading.current_thread() is not threading.main_thread():
+            first(call)
+        return original(self, call, out)
+
+    monkeypatch.setattr(Comparison, "compare", compare)
+
+
 def handed_over(monkeypatch) -> list[str]:
     """Names of the ops that a worker judged, in the order in which workers began."""
     found: list[str] = []
-    original = Pipeline._compared_beside
-
-    def noted(self, call, out):
-        assert threading.current_thread() is not threading.main_thread()
-        found.append(call.traits.name)
-        return original(self, call, out)
-
-    monkeypatch.setattr(Pipeline, "_compared_beside", noted)
+    in_workers(monkeypatch, lambda call: found.append(call.traits.name))
     return found
+
+
+def held_up(monkeypatch) -> threading.Event:
+    """No worker begins before this is set."""
+    gate = threading.Event()
+
+    def wait(call):
+        assert gate.wait(60)
+
+    in_workers(monkeypatch, wait)
+    return gate
 
 
 def seen(build, tmp_path, *, workers, steps=2, **arguments):
@@ -111,14 +129,7 @@ def test_planted_faults_are_found_as_without(tmp_path, monkeypatch, fault):
 
 def test_what_the_step_overwrites_was_copied(tmp_path, monkeypatch):
     """Every comparison waits until the step has destroyed what it was given."""
-    gate = threading.Event()
-    original = Pipeline._compared_beside
-
-    def late(self, call, out):
-        assert gate.wait(60)
-        return original(self, call, out)
-
-    monkeypatch.setattr(Pipeline, "_compared_beside", late)
+    gate = held_up(monkeypatch)
     wide = torch.linspace(-2, 2, 96).reshape(8, 12)
     with opcheck.check(log_dir=tmp_path, quiet=True, workers=1) as session:
         view = wide[::2, ::3]
@@ -134,14 +145,14 @@ def test_what_the_step_overwrites_was_copied(tmp_path, monkeypatch):
 
 
 def test_an_exception_in_a_worker_is_an_error_record(tmp_path, monkeypatch):
-    original = pipeline.choose
+    original = comparison.choose
 
     def choose(call, **kwargs):
         if call.traits.base == "gelu":
             raise ZeroDivisionError("in a worker")
         return original(call, **kwargs)
 
-    monkeypatch.setattr(pipeline, "choose", choose)
+    monkeypatch.setattr(comparison, "choose", choose)
     ran = handed_over(monkeypatch)
     with opcheck.check(log_dir=tmp_path, quiet=True, workers=2) as session:
         nn.functional.gelu(X)
@@ -196,18 +207,12 @@ def test_nan_and_random_and_blame_are_judged_in_the_step(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_while_waiting_is_honoured_and_accounted_for(tmp_path, monkeypatch):
-    gate = threading.Event()
-    original = Pipeline._compared_beside
-
-    def late(self, call, out):
-        assert gate.wait(60)
-        return original(self, call, out)
+    gate = held_up(monkeypatch)
 
     def interrupted(*args, **kwargs):
         gate.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pipeline, "_compared_beside", late)
     session = opcheck.check(log_dir=tmp_path, quiet=True, workers=1)
     with pytest.raises(KeyboardInterrupt), session:
         for _ in range(3):
@@ -228,14 +233,7 @@ def test_waiting_is_shown_on_a_terminal_only(tmp_path, monkeypatch):
             gate.set()  # the worker goes on once something was shown
             return super().write(text)
 
-    gate = threading.Event()
-    original = Pipeline._compared_beside
-
-    def late(self, call, out):
-        assert gate.wait(60)
-        return original(self, call, out)
-
-    monkeypatch.setattr(Pipeline, "_compared_beside", late)
+    gate = held_up(monkeypatch)
     monkeypatch.setattr(beside, "_QUIET_SECONDS", -1.0)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -259,14 +257,7 @@ def test_an_exception_of_the_step_passes_and_what_was_seen_is_kept(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_its_parents_threads(tmp_path, monkeypatch):
-    gate = threading.Event()
-    original = Pipeline._compared_beside
-
-    def late(self, call, out):
-        assert gate.wait(60)
-        return original(self, call, out)
-
-    monkeypatch.setattr(Pipeline, "_compared_beside", late)
+    gate = held_up(monkeypatch)
     with opcheck.check(log_dir=tmp_path, quiet=True, workers=1) as session:
         nn.functional.gelu(X)
         child = os.fork()

@@ -117,7 +117,7 @@ def test_crash_of_a_check_is_a_record_and_not_a_pass(log, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("opcheck.pipeline.judge", broken)
+    monkeypatch.setattr("opcheck.comparison.judge", broken)
     with registered(("mul.Tensor", kernels.mul)), enabled(path=log):
         assert torch.equal(X * 2, X + X)
     (record,) = json_lines(log)

@@ -221,7 +221,7 @@ def kept_call(folder: Path, run: Any) -> Any:
     """What the reproducer of a (right) call is made of."""
     keeper = Keeper()
     session = opcheck.check(log_dir=folder, quiet=True)
-    session._pipeline._keepers = (keeper,)
+    session._pipeline._conclusions._keepers = (keeper,)
     with session:
         run()
     assert keeper.kept is not None

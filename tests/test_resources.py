@@ -189,11 +189,11 @@ def test_interleaved_tasks_leave_nothing_on_the_stack(tmp_path):
 # ---- crashes and Ctrl-C ----
 
 OURS = [
-    "opcheck.pipeline.describe",
-    "opcheck.pipeline.snapshot",
-    "opcheck.pipeline.spell_tensor",
-    "opcheck.pipeline.traits_of",
-    "opcheck.pipeline.Pipeline._record",
+    "opcheck.admission.describe",
+    "opcheck.admission.snapshot",
+    "opcheck.call_records.spell_tensor",
+    "opcheck.admission.traits_of",
+    "opcheck.conclusions.record_of",
     "opcheck.modules.ModuleTracker.locate",
     "opcheck.modules.ModuleTracker.owner",
     "opcheck.modules.ModuleTracker._learn_owners",

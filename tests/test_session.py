@@ -316,7 +316,7 @@ def test_a_crash_of_ours_is_a_record_and_the_step_is_unharmed(tmp_path, monkeypa
     def crash(*args, **kwargs):
         raise AssertionError("ours")
 
-    monkeypatch.setattr("opcheck.pipeline.judge", crash)
+    monkeypatch.setattr("opcheck.comparison.judge", crash)
     with opcheck.check(log_dir=tmp_path, quiet=True) as session:
         out = torch.exp(X)
     assert torch.equal(out, torch.exp(X))
@@ -330,7 +330,7 @@ def test_ctrl_c_inside_a_check_reaches_the_user_and_is_counted(tmp_path, monkeyp
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("opcheck.pipeline.judge", stop)
+    monkeypatch.setattr("opcheck.comparison.judge", stop)
     session = opcheck.check(log_dir=tmp_path, quiet=True)
     with pytest.raises(KeyboardInterrupt), session:
         torch.exp(X)

@@ -1,0 +1,91 @@
+"""Call and result -> found by the rule in force; the one part that may run in a worker's thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from opcheck import _torch
+from opcheck.calls import Call
+from opcheck.compare import is_missing_kernel, judge
+from opcheck.declared import DeclaredDtypes
+from opcheck.followers import Followers
+from opcheck.generators import restore_generators
+from opcheck.large import judge_large
+from opcheck.records import Blame, SkipReason
+from opcheck.references import choose
+from opcheck.sampled import Criterion, Judged
+from opcheck.selftest import Planter
+from opcheck.settings import Settings
+from opcheck.tolerances import documented_tolerances
+
+__all__ = ["Comparison", "Outcome"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one comparison."""
+
+    judged: Judged
+    rtol: float
+    atol: float
+    blame: Blame | None
+    """What was born in the call and what it inherited, where that is followed."""
+
+
+class Comparison:
+    """Of one session. Changes nothing but the call."""
+
+    def __init__(
+        self, settings: Settings, *, followers: Followers, planter: Planter | None
+    ) -> None:
+        self._settings = settings
+        self._followers = followers
+        self._planter = planter
+        self._declared = DeclaredDtypes()
+
+    def compare(self, call: Call, out: Any) -> Outcome | SkipReason:
+        """Judge what an op gave, or say why that is not possible."""
+        rtol, atol = documented_tolerances(
+            rtol=self._settings.rtol,
+            atol=self._settings.atol,
+            half=any(dtype in _HALF for dtype in call.signature),
+        )
+        with _torch.outside_everything():
+            try:
+                return self._compared(call, out, rtol, atol)
+            except (NotImplementedError, RuntimeError) as error:
+                if is_missing_kernel(error):
+                    return SkipReason.REFERENCE_NOT_AVAILABLE
+                raise
+            finally:
+                if call.rng_before is not None:
+                    restore_generators(call.rng_before)
+
+    def _compared(self, call: Call, out: Any, rtol: float, atol: float) -> Outcome | SkipReason:
+        settings = self._settings
+        if call.is_large:
+            call.declared = self._declared.of(call)
+            criterion = Criterion(name=settings.criterion, rtol=rtol, atol=atol, seed=settings.seed)
+            judged = judge_large(call, out, criterion)
+            return judged if isinstance(judged, SkipReason) else Outcome(judged, rtol, atol, None)
+        reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
+        if isinstance(reference, SkipReason):
+            return reference
+        if not reference.has_baseline:
+            call.declared = self._declared.of(call)
+        rule = partial(
+            judge, reference=reference, criterion=settings.criterion, rtol=rtol, atol=atol
+        )
+        found = rule(call, out)
+        if found.skip is not None:
+            return found.skip
+        if self._planter is not None and found.passed:
+            self._planter.plant(call, out, reference, rule)
+        blame = self._followers.measure(call, out, reference, passed=found.passed)
+        return Outcome(Judged(found, reference.label), rtol, atol, blame)
