@@ -18,8 +18,9 @@ from torch import Tensor
 from opcheck import tolerances as tol
 from opcheck.allowances import Allowance, find_allowance
 from opcheck.calls import Call
+from opcheck.declared import expected_dtype
 from opcheck.drift import Shift, shift_of
-from opcheck.golden_rules import COMPARED_OUTPUTS, reduction_length, wider
+from opcheck.golden_rules import COMPARED_OUTPUTS, reduction_length
 from opcheck.index_rules import INDEX_RULES
 from opcheck.reconstruct import RECONSTRUCTED, Identity
 from opcheck.records import Metrics, Sample, SkipReason
@@ -222,25 +223,10 @@ def _structure(call: Call, actual: list[Leaf], expected: list[Leaf], *, has_dtyp
             )
         want_dtype = want.value.dtype
         if not has_dtypes:
-            want_dtype = _dtype_of(call, number, got.value.dtype, want_dtype)
+            want_dtype = expected_dtype(call, number, got.value.dtype, golden=want_dtype)
         if got.value.dtype != want_dtype:
             return f"{got.name} has dtype {got.value.dtype}, expected {want_dtype}"
     return ""
-
-
-def _dtype_of(call: Call, number: int, actual: torch.dtype, golden: torch.dtype) -> torch.dtype:
-    """What a result's dtype should be, where the reference ran in float64."""
-    if call.declared and number < len(call.declared) and call.declared[number] is not None:
-        found: torch.dtype = call.declared[number]
-        return found
-    if call.declared is None and golden == wider(golden) != actual:
-        # nobody declares it: results of inputs of one dtype have that dtype
-        narrow: set[torch.dtype] = {
-            dtype for dtype in call.signature[1::2] if wider(dtype) == golden
-        }
-        if len(narrow) == 1 and "dtype" not in call.kwargs:
-            return narrow.pop()
-    return actual if wider(actual) == wider(golden) else golden
 
 
 def _benign_differences(actual: list[Leaf], expected: list[Leaf]) -> list[str]:

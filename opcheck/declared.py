@@ -1,4 +1,6 @@
-"""The dtypes that an op declares for its results, asked of its meta kernel.
+"""The dtypes that results should have where the reference ran in float64.
+
+An op declares them, and its meta kernel is asked.
 
 A reference in float64 says nothing about the dtype of the result. The meta kernel computes dtypes
 and shapes without values, and is no kernel of the device under test.
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from opcheck.calls import Call
+from opcheck.golden_rules import wider
 
-__all__ = ["DeclaredDtypes"]
+__all__ = ["DeclaredDtypes", "expected_dtype"]
 
 Dtypes = tuple[torch.dtype | None, ...]
 
@@ -82,3 +85,28 @@ def _dtypes_of(out: Any) -> list[torch.dtype | None]:
     if isinstance(out, (list, tuple)):
         return [dtype for item in out for dtype in _dtypes_of(item)]
     return [out.dtype if isinstance(out, Tensor) else None]
+
+
+def expected_dtype(
+    call: Call, number: int, actual: torch.dtype, *, golden: torch.dtype
+) -> torch.dtype:
+    """What the dtype of a result should be, where no kernel of the same dtype tells.
+
+    Args:
+        call: with `declared` set.
+        number: of the result.
+        actual: its dtype.
+        golden: that of the float64 reference's result.
+    """
+    if call.declared and number < len(call.declared) and call.declared[number] is not None:
+        found: torch.dtype = call.declared[number]
+        return found
+    if call.declared is None and golden == wider(golden):
+        # nobody declares it: results of inputs of one dtype have that dtype (no sample of OpInfo
+        # in float32, bfloat16, float16 or complex64 is an exception)
+        narrow: set[torch.dtype] = {
+            dtype for dtype in call.signature[1::2] if wider(dtype) == golden
+        }
+        if len(narrow) == 1 and "dtype" not in call.kwargs:
+            return narrow.pop()
+    return actual if wider(actual) == wider(golden) else golden

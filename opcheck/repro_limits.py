@@ -12,6 +12,7 @@ from opcheck import tolerances as tol
 from opcheck.arrays import Array, pair_of, round_to
 from opcheck.calls import Call
 from opcheck.compare import Expected, Leaf, allowance_of, results_of, rule_for
+from opcheck.declared import expected_dtype
 from opcheck.golden_rules import COMPARED_OUTPUTS
 from opcheck.interval import interval_limits
 from opcheck.measures import finite_part
@@ -73,7 +74,10 @@ def _limit(
     limit: Limit = {}
     if call.traits.base not in COMPARED_OUTPUTS:
         limit["shape"] = tuple(wanted.value.shape)
-        limit["dtype"] = str(wanted.value.dtype if has_baseline else _declared(call, number, value))
+        dtype = wanted.value.dtype
+        if not has_baseline:
+            dtype = expected_dtype(call, number, value.dtype, golden=dtype)
+        limit["dtype"] = str(dtype)
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return {**limit, "rule": "exact"}
     if value.shape != wanted.value.shape or value.is_complex() != wanted.value.is_complex():
@@ -94,12 +98,6 @@ def _limit(
 
 
 _OF_EACH_ELEMENT = ("allowed", "unit", "max_shift", "clamp", "from_rounded", "max_rms")
-
-
-def _declared(call: Call, number: int, value: Tensor) -> Any:
-    """Without a baseline: the dtype that the op declares, else that of the result."""
-    known = call.declared[number] if call.declared and number < len(call.declared) else None
-    return value.dtype if known is None else known
 
 
 def _plain_number(value: Any) -> Limit:

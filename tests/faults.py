@@ -148,6 +148,24 @@ def sub_off_by(relative: float = 1e-3) -> AbstractContextManager[Planted]:
     return planted("aten.sub.Tensor", make_wrong)
 
 
+def masked_select_in_float64() -> AbstractContextManager[Planted]:
+    """Plant a masked_select with the right values in another dtype; the op declares none."""
+
+    def make_wrong(original: CallOriginal) -> WrongKernel:
+        return lambda *args: original(*args).double()
+
+    return planted("aten.masked_select.default", make_wrong)
+
+
+def gelu_in_float64() -> AbstractContextManager[Planted]:
+    """Plant a gelu with the right values in another dtype than it declares."""
+
+    def make_wrong(original: CallOriginal) -> WrongKernel:
+        return lambda *args, **kwargs: original(*args, **kwargs).double()
+
+    return planted("aten.gelu.default", make_wrong)
+
+
 # ---- backward -----------------------------------------------------------------------------------
 
 

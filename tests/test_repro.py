@@ -67,6 +67,32 @@ def test_reproducer_fails_with_the_fault_and_not_without(name: str, tmp_path: Pa
     assert f"{planted.op.replace('.', '::', 1).removesuffix('.default')} (CPU)" in text
 
 
+@pytest.mark.parametrize("is_torchs_own", [False, True], ids=["registered", "torchs_own"])
+@pytest.mark.parametrize("name", ["masked_select", "gelu"])
+def test_reproducer_of_a_wrong_dtype(
+    name: str, is_torchs_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a kernel of torch's own the float64 reference judges alone, and has no such dtype."""
+    if is_torchs_own:
+        monkeypatch.setattr(_torch.KernelTable, "is_overridden", lambda table, op: False)
+    inputs = torch.linspace(-2, 2, 8)
+    run = {
+        "masked_select": lambda: torch.masked_select(inputs, torch.tensor([True, False] * 4)),
+        "gelu": lambda: torch.nn.functional.gelu(inputs),
+    }[name]
+    fault = f"{name}_in_float64"
+    with getattr(faults, fault)(), check(tmp_path) as session:
+        run()
+    (record,) = session.failures
+    assert "dtype torch.float64, expected torch.float32" in record.reason
+    assert (record.reference == "float64") is is_torchs_own
+    without = run_file(session.repros[0])
+    assert without.returncode == 0, without.stdout + without.stderr
+    found = run_file(session.repros[0], load=plant_file(tmp_path, fault))
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "dtype torch.float64, expected torch.float32: FAULT" in found.stdout
+
+
 def test_one_file_for_each_op_module_and_phase(tmp_path: Path) -> None:
     workload = models.transformer()
     with faults.gelu_off_by(), check(tmp_path, workload.model) as session:
