@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +19,27 @@ from modulecheck import _torch
 __all__ = [
     "AOT_STAGES",
     "CAPTURE_FAILED",
+    "Attempt",
     "Lowered",
     "aot_backend",
+    "attempts_since",
     "compile_fx",
     "compile_inner",
     "compile_lowered",
     "compiled_alone",
+    "compiled_apart",
     "concrete",
     "decompositions",
     "inductor_options",
     "isolated",
+    "last_attempt",
     "lowerings",
     "place_of_input",
+    "recompile_limit",
     "sources_of",
     "strided_copy",
     "symbol_is",
+    "version_compiled_now",
 ]
 
 AOT_STAGES = ("eager", "aot_eager", "aot_eager_decomp_partition", "inductor")
@@ -102,6 +110,137 @@ def _forget_codes(convert_frame: Any, before: set[int]) -> None:
     for code in _codes(convert_frame):
         if id(code) not in before:
             reset_code(code)
+
+
+# ---- compiling beside the user's own compiled code ----------------------------------------------
+
+
+def recompile_limit() -> int:
+    """How many versions of one function Dynamo compiles before it goes on in eager."""
+    from torch._dynamo import config
+
+    return int(config.recompile_limit)
+
+
+@functools.cache
+def _region() -> int:
+    """The part of Dynamo's caches that the checkers of this process share."""
+    from torch._dynamo import eval_frame
+
+    return int(next(_torch.needed(eval_frame, "_next_isolate_recompiles_id")))
+
+
+def compiled_apart(
+    function: Callable[..., Any], code: types.CodeType | None, backend: Any, *, num_modules: int
+) -> Callable[..., Any]:
+    """`torch.compile`, with a recompile limit that is not used up by other modules.
+
+    Modules of one class share a code object, and so share what is compiled, shapes that became
+    dynamic, and the limit: with a number of its own in each (`layer_idx`) the ninth would silently
+    run in eager. Here each brings the user's limit with it. What is compiled counts neither for the
+    limit of what the user compiles nor the other way round.
+
+    Args:
+        function: is compiled.
+        code: of the frame that Dynamo meets first, if that is known.
+        backend: a callable.
+        num_modules: that are compiled one by one and may share the code.
+    """
+    from torch._dynamo import eval_frame
+
+    earlier = 0
+    if code is not None:
+        entries = _torch.needed(eval_frame, "_get_cache_entries_for_region")
+        earlier = len(entries(code, _region()))
+    context = torch._dynamo.optimize(
+        backend=backend, recompile_limit=recompile_limit() * num_modules + earlier
+    )
+    if not isinstance(context, contextlib.nullcontext):  # that is TORCHDYNAMO_DISABLE=1
+        _torch.needed(context, "_isolate_recompiles_id")
+        context._isolate_recompiles_id = _region()
+    compiled: Callable[..., Any] = context(function)
+    return compiled
+
+
+def version_compiled_now() -> tuple[int, int] | None:
+    """Which function a backend is compiling a graph of, and the number of its version."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    if found is None or found.frame_id is None or found.frame_compile_id is None:
+        return None
+    return found.frame_id, found.frame_compile_id
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What Dynamo made of one frame."""
+
+    version: tuple[int, int]
+    function: str
+    """"forward (file.py:12)", "" where it is not known."""
+    recompiled: str
+    """Which guard of the code that was there did not hold, "" if there was none."""
+    broken: str
+    """Why the graph was broken, or nothing was compiled, "" if neither."""
+    limit_hit: bool
+
+
+def last_attempt() -> Any:
+    """A mark for `attempts_since`."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = get_compilation_metrics()
+    return found[-1] if found else None
+
+
+def attempts_since(mark: Any) -> list[Attempt]:
+    """The frames that Dynamo has met since the mark, in order; the last 64 at most."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found: list[Attempt] = []
+    for item in reversed(get_compilation_metrics()):
+        if item is mark:
+            break
+        attempt = _attempt_of(item)
+        if attempt is not None:
+            found.append(attempt)
+    return found[::-1]
+
+
+def _attempt_of(metrics: Any) -> Attempt | None:
+    """None for the compilation of a backward graph, which is no frame."""
+    from torch._guards import CompileId
+
+    if metrics.co_name is None and metrics.fail_reason is None:
+        return None
+    version = CompileId.from_string(metrics.compile_id)
+    if version is None or version.frame_id is None or version.frame_compile_id is None:
+        return None
+    # a frame of ours in front of a class of torch.nn has no name that would tell anything
+    known = metrics.co_name is not None and metrics.co_filename != _torch.__file__
+    place = f"{Path(metrics.co_filename or '').name}:{metrics.co_firstlineno}"
+    broken = metrics.fail_reason or next(iter(sorted(metrics.restart_reasons or ())), "")
+    return Attempt(
+        (version.frame_id, version.frame_compile_id),
+        f"{metrics.co_name} ({place})" if known else "",
+        _guard(metrics.recompile_reason or ""),
+        _cause(broken),
+        "recompile limit exceeded" in (metrics.fail_reason or ""),
+    )
+
+
+def _cause(text: str) -> str:
+    """What Dynamo says in its first line, and the setting that it hints at."""
+    first, *more = map(str.strip, text.strip().split("\n"))
+    hints = [line.partition("Hint: ")[2] for line in more if "Hint: " in line and "config." in line]
+    return f"{first} ({hints[0].rstrip('.')})" if hints else first
+
+
+def _guard(reason: str) -> str:
+    """Of "0/7: self.index == 7   # return x * self.index  # ..." the condition alone."""
+    first = reason.partition("\n")[0].partition("#")[0]
+    return " ".join(first.partition(": ")[2].split())
 
 
 # ---- what inductor made of a graph --------------------------------------------------------------

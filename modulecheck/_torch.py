@@ -35,6 +35,7 @@ __all__ = [
     "lacks_cpp_compiler",
     "load_backend",
     "local_part",
+    "needed",
     "next_sequence_nr",
     "no_collectives",
     "no_modes",
@@ -53,7 +54,8 @@ __all__ = [
 ]
 
 
-def _need(owner: object, name: str) -> Any:
+def needed(owner: object, name: str) -> Any:
+    """A private attribute of torch; OpcheckError where this version lacks it."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -64,8 +66,8 @@ def _need(owner: object, name: str) -> Any:
         ) from None
 
 
-graph_task_id: Callable[[], int] = _need(torch._C, "_current_graph_task_id")
-next_sequence_nr: Callable[[], int] = _need(torch.autograd, "_get_sequence_nr")
+graph_task_id: Callable[[], int] = needed(torch._C, "_current_graph_task_id")
+next_sequence_nr: Callable[[], int] = needed(torch.autograd, "_get_sequence_nr")
 no_modes = _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -92,7 +94,7 @@ def runs_in_this_backward(node: Any) -> bool:
 
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Run `function` when the backward that is running ends, before the caller goes on."""
-    _need(torch.autograd.Variable, "_execution_engine").queue_callback(function)
+    needed(torch.autograd.Variable, "_execution_engine").queue_callback(function)
 
 
 def lacks_cpp_compiler() -> bool:
@@ -459,7 +461,7 @@ def _held(value: Any) -> Any:
 def undisturbed(root: nn.Module) -> Iterator[None]:
     """Run `root` in eager without anybody noticing: hooks off, attributes as before afterwards."""
     kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-    kept_global = {name: dict(_need(_module, name)) for name in _GLOBAL_TABLES}
+    kept_global = {name: dict(needed(_module, name)) for name in _GLOBAL_TABLES}
     try:
         for name in _GLOBAL_TABLES:
             getattr(_module, name).clear()

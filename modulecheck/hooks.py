@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modulecheck import _torch, trees
+from modulecheck import _inductor, _torch, trees
 from modulecheck.artifacts import Artifact, compiled_and_kept
 from modulecheck.attributes import attribute_tensors
 from modulecheck.node_origin import names_of
@@ -40,10 +41,14 @@ class Ran:
     num_runs: int = 0
     artifacts: list[Artifact] = field(default_factory=list)
     """Each once, in order; empty where the backend is not inductor."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Dynamo's number of the function, and of its version, of each run."""
 
-    def note(self, artifact: Artifact | None) -> None:
+    def note(self, artifact: Artifact | None, version: tuple[int, int] | None) -> None:
         """One run."""
         self.num_runs += 1
+        if version is not None:
+            self.versions.append(version)
         if artifact is not None and artifact not in self.artifacts:
             self.artifacts.append(artifact)
 
@@ -81,7 +86,7 @@ class CountingBackend:
         return hash(self.backend) if isinstance(self.backend, str) else id(self.backend)
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
-        artifact = None
+        artifact, version = None, _inductor.version_compiled_now()
         if _torch.is_own_inductor(self.backend):
             artifact = compiled_and_kept(graph, inputs, self._names(), **options)
             compiled = artifact.compiled
@@ -90,7 +95,7 @@ class CountingBackend:
 
         def run(*args: Any) -> Any:
             for ran in _executions.open:
-                ran.note(artifact)
+                ran.note(artifact, version)
             return compiled(*args)
 
         return run
@@ -106,14 +111,29 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
 
 
 def _compiled(
-    module: nn.Module, call: Any, backend: Any, cast_dtype: torch.dtype | None, device: str
+    module: nn.Module,
+    call: Any,
+    backend: Any,
+    cast_dtype: torch.dtype | None,
+    device: str,
+    num_modules: int,
 ) -> Any:
+    code = _code_of(module.forward)
     if cast_dtype is not None:
         tag = f"{_tag(module, cast_dtype)} {device}"
         call = _torch.inlined(_with_autocast(call, device, cast_dtype), tag)
+        code = _code_of(call)
     elif _torch.compiles_only_inlined(module):
         call = _torch.inlined(call, _tag(module, None))
-    return torch.compile(call, backend=CountingBackend(backend, module))
+        code = _code_of(call)
+    return _inductor.compiled_apart(
+        call, code, CountingBackend(backend, module), num_modules=num_modules
+    )
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
 
 
 def _with_autocast(call: Any, device: str, dtype: torch.dtype) -> Any:
@@ -134,10 +154,16 @@ class _Runner:
     """Runs a module compiled, or in eager, under autocast of the device that its tensors are on."""
 
     def __init__(
-        self, module: nn.Module, eager: Any, backend: Any, cast_dtype: torch.dtype | None
+        self,
+        module: nn.Module,
+        eager: Any,
+        backend: Any,
+        cast_dtype: torch.dtype | None,
+        num_modules: int,
     ) -> None:
         self._module, self._eager = module, eager
         self._backend, self._cast_dtype = backend, cast_dtype
+        self._num_modules = num_modules
         self._by_device: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +175,10 @@ class _Runner:
 
     def _made(self, device: str) -> Any:
         if self._backend is not None:
-            return _compiled(self._module, self._eager, self._backend, self._cast_dtype, device)
+            return _compiled(
+                self._module, self._eager, self._backend, self._cast_dtype, device,
+                self._num_modules,
+            )  # fmt: skip
         if self._cast_dtype is None:
             return self._eager
         return _with_autocast(self._eager, device, self._cast_dtype)
@@ -172,6 +201,7 @@ class Boundary:
         *,
         cast_dtype: torch.dtype | None,
         around: Callable[[Callable[..., Any], Any, Any], Any] | None,
+        num_modules: int = 1,
     ) -> None:
         """Compile.
 
@@ -180,12 +210,13 @@ class Boundary:
             backend: of `torch.compile`; None: the module goes on in eager, and is looked at.
             cast_dtype: autocast inside the compiled region.
             around: given the compiled callable, args and kwargs; runs it once. None: nobody looks.
+            num_modules: that are compiled one by one, and may share code.
         """
         self._module = module
         self._place = "forward" if _torch.is_fsdp2(module) else "_compiled_call_impl"
         self._before = module.__dict__.get(self._place)
         eager = _eager(module)
-        compiled = _Runner(module, eager, backend, cast_dtype)
+        compiled = _Runner(module, eager, backend, cast_dtype, num_modules)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from modulecheck.compared import Compared, Rule
 from modulecheck.goldens import Key
 from modulecheck.pairing import GRADIENTS, Item, Pairs, with_note
-from modulecheck.remarks import NOTHING_TO_COMPILE, RECOMPILE_LIMIT
+from modulecheck.remarks import NOTHING_TO_COMPILE
 from modulecheck.results import ModuleDiff
 from modulecheck.sides import Side, SideCall, same_random
 from opcheck.records import Verdict
@@ -71,8 +71,8 @@ class PairedCall:
                 self._open.append(f"checking crashed ({side}): {call.error.splitlines()[0]}")
         if self._open:
             return
-        if compiled.limit_hit:
-            self._open.append(RECOMPILE_LIMIT)
+        if compiled.compiled is not None and compiled.compiled.doubt:
+            self._open.append(compiled.compiled.doubt)
         self._compare_inputs(eager, compiled)
         self.pairs.outputs(compiled.output, eager.output)
         self.pairs.arguments(

@@ -13,7 +13,7 @@ from modulecheck.compared import Rule
 from modulecheck.selection import Plan
 from modulecheck.sidechannel import TIMEOUT_S
 
-__all__ = ["Settings", "not_compiled", "notes_of", "problem_of"]
+__all__ = ["Settings", "notes_of", "problem_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +33,6 @@ class Settings:
 
 NOT_CALLED = "SKIP_not_called"
 NOTHING_TO_COMPILE = "nothing to compile: no op runs in it"
-RECOMPILE_LIMIT = (
-    "recompile_limit: Dynamo reached torch._dynamo.config.recompile_limit, part of the call ran in"
-    " eager"
-)
-
-
-def not_compiled(*, limit_hit: bool) -> str:
-    """Why a call in which no compiled code ran is no evidence."""
-    why = (
-        "Dynamo fell back to eager at torch._dynamo.config.recompile_limit"
-        if limit_hit
-        else "Dynamo skipped it, or fell back to eager at its recompile limit"
-    )
-    return f"not_compiled: no compiled code ran in this call ({why})"
 
 
 def problem_of(plan: Plan) -> str:

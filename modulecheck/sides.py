@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.attributes import attribute_tensors
+from modulecheck.compilations import Compiled, CompileLog
 from modulecheck.goldens import Key, array_of
-from modulecheck.hooks import Boundary, RegionGradients, counted
+from modulecheck.hooks import Boundary, RegionGradients
 from modulecheck.keeping import Keeper
 from modulecheck.replay import replaying
 from modulecheck.selection import Target
@@ -110,8 +111,8 @@ class SideCall:
     attributes: dict[str, Tensor] = field(default_factory=dict)
     """Tensors in plain attributes after the call."""
     random_after: Tensor | None = None
-    executions: int = 0
-    limit_hit: bool = False
+    compiled: Compiled | None = None
+    """Set when the call has returned."""
     error: str = ""
 
     @property
@@ -192,6 +193,8 @@ class Side:
     original_called: bool = False
     errors: list[str] = field(default_factory=list)
     """Our own failures before a call could be taken down."""
+    notes: list[str] = field(default_factory=list)
+    """On what was compiled."""
 
     @property
     def was_called(self) -> bool:
@@ -208,11 +211,9 @@ class Side:
 class _Recorder:
     """Takes down the calls of one run."""
 
-    def __init__(
-        self, side: Side, twin: nn.Module, *, cast_dtype: Any, limit_hits: list[str]
-    ) -> None:
+    def __init__(self, side: Side, twin: nn.Module, *, cast_dtype: Any, log: CompileLog) -> None:
         self._side, self._twin, self._cast_dtype = side, twin, cast_dtype
-        self._limit_hits, self._versions = limit_hits, _versions(twin)
+        self._log, self._versions = log, _versions(twin)
         self._count = itertools.count()
 
     def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
@@ -220,11 +221,10 @@ class _Recorder:
 
         def around(run: Any, args: Any, kwargs: Any) -> Any:
             call = self._before(name, module, args, kwargs)
-            hits = len(self._limit_hits)
-            with counted() as ran:
+            with self._log.call(name, module) as found:
                 output = run(*args, **kwargs)
             if call is not None:
-                call.executions, call.limit_hit = ran.num_runs, len(self._limit_hits) > hits
+                call.compiled = found
                 self._after(name, module, call, output)
                 calls.append(call)
             return output
@@ -344,18 +344,22 @@ def run_side(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(keeper.one_run(twin))
-        limit_hits = stack.enter_context(_torch.recompile_limit_hits())
-        recorder = _Recorder(side, twin, cast_dtype=cast_dtype, limit_hits=limit_hits)
+        log = stack.enter_context(CompileLog().listening())
+        recorder = _Recorder(side, twin, cast_dtype=cast_dtype, log=log)
         stack.enter_context(_around(original, at_original))
         for target in targets:
             around = recorder.around(target.name, target.module) if target.checked else None
-            boundary = Boundary(target.module, backend, cast_dtype=cast_dtype, around=around)
+            boundary = Boundary(
+                target.module, backend, cast_dtype=cast_dtype, around=around,
+                num_modules=len(targets),
+            )  # fmt: skip
             boundaries.append(boundary)
             stack.callback(boundary.remove)
         with _around(twin, at_root):
             loss = run_step(twin)
         if loss is not None:
             side.loss, side.loss_recorded = as_float(loss), True
+        side.notes = log.notes()
     for call in itertools.chain.from_iterable(side.calls.values()):
         call.region.settle()
     return side

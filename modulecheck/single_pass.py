@@ -19,15 +19,14 @@ from torch import nn
 
 from modulecheck import _torch, trees
 from modulecheck.comparing import ModuleCall
+from modulecheck.compilations import Compiled, CompileLog
 from modulecheck.graphs import GraphDump
-from modulecheck.hooks import Boundary, Ran, RegionGradients, counted
+from modulecheck.hooks import Boundary, RegionGradients
 from modulecheck.recording import RecordedCall, Recorder
 from modulecheck.remarks import (
     NOT_CALLED,
     NOTHING_TO_COMPILE,
-    RECOMPILE_LIMIT,
     Settings,
-    not_compiled,
     notes_of,
     problem_of,
 )
@@ -61,7 +60,7 @@ class SinglePass:
         self._stack = contextlib.ExitStack()
         self._watched: list[_Watched] = []
         self._in_backward: list[ModuleCall] = []
-        self._limit_hits: list[str] = []
+        self._log = CompileLog()
         self._graphs = GraphDump(settings.graph_dir)
         self._recorder = Recorder(
             limit_mb=settings.record_limit_mb,
@@ -79,7 +78,7 @@ class SinglePass:
         """Compile every target in place."""
         settings = self._settings
         self.random_switched = self._stack.enter_context(_torch.random_as_eager(settings.backend))
-        self._limit_hits = self._stack.enter_context(_torch.recompile_limit_hits())
+        self._log = self._stack.enter_context(CompileLog().listening())
         self._stack.enter_context(self._graphs.written())
         try:
             for target in self._plan.targets:
@@ -91,6 +90,7 @@ class SinglePass:
                     settings.backend,
                     cast_dtype=settings.cast_dtype,
                     around=self._around(watched) if target.checked else None,
+                    num_modules=len(self._plan.targets),
                 )
                 self._boundaries.append(boundary)
         except BaseException:
@@ -119,6 +119,7 @@ class SinglePass:
         self.backward_order.clear()
         self._in_backward.clear()
         self._recorder.forget()
+        self._log.forget()
         self._step += 1
 
     # ---- a call ----
@@ -130,13 +131,11 @@ class SinglePass:
                 golden_always=self._settings.golden_always, recorder=self._recorder,
             )  # fmt: skip
             self._guarded(call, lambda: self._before(call, args, kwargs))
-            hits = len(self._limit_hits)
-            with counted() as ran:
+            with self._log.call(watched.name, watched.module) as found:
                 output = compiled(*args, **kwargs)
             watched.calls.append(call)
             if not call.closed:
-                limit_hit = len(self._limit_hits) > hits
-                self._guarded(call, lambda: self._after(call, output, ran, limit_hit=limit_hit))
+                self._guarded(call, lambda: self._after(call, output, found))
             return output
 
         return around
@@ -176,17 +175,17 @@ class SinglePass:
         call.agreement = Agreement(self._channel, ranks, name)
 
     @_torch.not_by_dynamo
-    def _after(self, call: ModuleCall, output: Any, ran: Ran, *, limit_hit: bool) -> None:
+    def _after(self, call: ModuleCall, output: Any, found: Compiled) -> None:
         if call.snapshot is None or call.region is None:
             return
         random_after = torch.get_rng_state()
-        if not ran.num_runs:
+        if found.is_eager:
             call.all_ranks_are_ready(ready=False)
-            self._not_compiled(call, call.snapshot, limit_hit=limit_hit)
+            self._not_compiled(call, call.snapshot, found)
             return
-        call.artifacts = tuple(ran.artifacts)
-        if limit_hit:
-            call.open_because(RECOMPILE_LIMIT)
+        call.artifacts = tuple(found.ran.artifacts)
+        if found.doubt:
+            call.open_because(found.doubt)
         if call.snapshot.parameters_moved(call.module):
             call.open_because("the forward writes its own parameters, so it cannot be run again")
             return
@@ -218,11 +217,11 @@ class SinglePass:
     def _replay(self, call: ModuleCall, snapshot: Snapshot) -> Replayed:
         return replay(call.module, snapshot, on_inputs=call.compare_inputs)
 
-    def _not_compiled(self, call: ModuleCall, snapshot: Snapshot, *, limit_hit: bool) -> None:
+    def _not_compiled(self, call: ModuleCall, snapshot: Snapshot, found: Compiled) -> None:
         if call.agreement is None and num_ops(call.module, snapshot) == 0:
             call.close(NOTHING_TO_COMPILE)
             return
-        call.open_because(not_compiled(limit_hit=limit_hit))
+        call.open_because(found.why_eager)
         call.close("")
 
     # ---- backward ----
@@ -269,7 +268,7 @@ class SinglePass:
             random_switched=self.random_switched,
             idle=[watched.name for watched in self._watched if not watched.calls],
         )
-        return found + self._graphs.notes() + self._recorder.notes()
+        return found + self._log.notes() + self._graphs.notes() + self._recorder.notes()
 
     def recordings(self) -> list[RecordedCall]:
         """The failing calls that were kept, for a drill-down."""

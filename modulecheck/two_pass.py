@@ -30,7 +30,6 @@ from modulecheck.remarks import (
     NOT_CALLED,
     NOTHING_TO_COMPILE,
     Settings,
-    not_compiled,
     notes_of,
     problem_of,
 )
@@ -70,6 +69,7 @@ class TwoPass:
         self._calls: dict[str, list[PairedCall]] = {}
         self._problem = problem_of(plan)
         self._random_switched = False
+        self._compile_notes: list[str] = []
         self._graphs = GraphDump(settings.graph_dir)
         self.loss_eager = self.loss_compiled = math.nan
         self.loss_recorded = False
@@ -92,7 +92,7 @@ class TwoPass:
             self._graphs.written(),
         ):
             compiled = self._side(run_step, copied(self._model), backend=self._settings.backend)
-        self.backward_order = compiled.backward_order
+        self.backward_order, self._compile_notes = compiled.backward_order, compiled.notes
         self._take_losses(eager, compiled)
         self._problem = self._problem or _problem_of_runs(eager, compiled)
         if same_inputs(eager, compiled) and eager.was_called:
@@ -149,12 +149,12 @@ class TwoPass:
     def _is_compiled(self, call: PairedCall) -> bool:
         """False where no compiled code ran: then there is nothing to compare."""
         side = call.compiled
-        if side is None or side.executions or side.error:
+        if side is None or side.compiled is None or not side.compiled.is_eager or side.error:
             return True
         if num_ops(self._modules[call.name], side.snapshot) == 0:
             call.close(NOTHING_TO_COMPILE)
         else:
-            call.open_because(not_compiled(limit_hit=side.limit_hit))
+            call.open_because(side.compiled.why_eager)
         return False
 
     def _judge(self, run_step: RunStep, loss: Pairs, eager: Side) -> None:
@@ -284,6 +284,7 @@ class TwoPass:
             self._plan, self._settings.backend,
             random_switched=self._random_switched, idle=self._idle(),
         )  # fmt: skip
+        found += self._compile_notes
         return found + self._keeper.notes + self._graphs.notes() + self._recorder.notes()
 
     def first_nonfinite(self) -> str:

@@ -132,7 +132,7 @@ LAYERS = {
         {"graph_capture", "keeping", "replay", "same_program"},
         {"artifacts"},
         {"goldens", "hooks", "tensor_dump", "tensor_files", "tensor_judge", "tensor_names"},
-        {"graph_values", "recording", "watching"},
+        {"compilations", "graph_values", "recording", "watching"},
         {"bisecting", "kernel_ops", "kernels", "recorded_files", "rerun"},
         {"binding", "call_graphs", "decompositions", "eager_ops", "ladder", "tensor_calls"},
         {"findings", "results", "tensor_repro_text"},
