@@ -73,6 +73,20 @@ KEPT_DTYPE: Mapping[str, frozenset[str]] = MappingProxyType(
         # the scale is float32 whatever the gradients are
         "_amp_foreach_non_finite_check_and_unscale_": frozenset({"found_inf", "inv_scale"}),
         "_amp_foreach_non_finite_check_and_unscale": frozenset({"found_inf", "inv_scale"}),
+        # what a GradScaler hands to a fused optimizer, in place of unscaling itself
+        **dict.fromkeys(
+            (
+                "_fused_adam",
+                "_fused_adam_",
+                "_fused_adamw",
+                "_fused_adamw_",
+                "_fused_sgd",
+                "_fused_sgd_",
+                "_fused_adagrad",
+                "_fused_adagrad_",
+            ),
+            frozenset({"grad_scale", "found_inf"}),
+        ),
     }
 )
 """Arguments that are not widened."""

@@ -16,7 +16,7 @@ from tests import models
 from tests.models import Batch, Workload
 
 VOCABULARY, LENGTH, BATCH_SIZE = 97, 12, 2
-WIDTH, IMAGE_SIZE, LABELS = 32, 16, 5
+WIDTH, IMAGE_SIZE, LABELS, MEL_BINS = 32, 16, 5, 8
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Architecture:
     """How to build one model.
 
     Attributes:
-        kind: encoder, decoder, encoder-decoder, MoE, state space or vision.
+        kind: encoder, decoder, encoder-decoder, MoE, state space, vision, audio or two towers.
         model: name of the model class in `transformers`.
         config: name of the configuration class.
         sizes: what the configuration is given.
         feeds: makes the batch and says how the loss comes out of it.
         block: name of the class that the model repeats.
         can_checkpoint: the library runs its blocks again in backward, when asked.
+        static: compile with fixed shapes.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Architecture:
     feeds: Callable[[], tuple[Batch, models.LossFunction]]
     block: str
     can_checkpoint: bool = True
+    static: bool = False
 
     def build(self, *, checkpointing: bool = False) -> Workload:
         """Make the model, in train mode, with its batch."""
@@ -101,6 +103,38 @@ def _images() -> tuple[Batch, models.LossFunction]:
         return model(pixel_values=images, labels=labels).loss.float()
 
     return (images, _draw(LABELS, BATCH_SIZE)), loss
+
+
+def _sound_and_text() -> tuple[Batch, models.LossFunction]:
+    generator = torch.Generator().manual_seed(5)
+    spectrum = torch.randn(BATCH_SIZE, MEL_BINS, 2 * LENGTH, generator=generator)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        spectrum, labels = batch
+        return model(input_features=spectrum, labels=labels, use_cache=False).loss.float()
+
+    return (spectrum, _draw(VOCABULARY, BATCH_SIZE, LENGTH - 2)), loss
+
+
+def _waveforms() -> tuple[Batch, models.LossFunction]:
+    generator = torch.Generator().manual_seed(6)
+    sound = torch.randn(BATCH_SIZE, 160, generator=generator)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        sound, labels = batch
+        return model(input_values=sound, labels=labels).loss.float()
+
+    return (sound, _draw(LABELS, BATCH_SIZE, 3)), loss
+
+
+def _images_and_text() -> tuple[Batch, models.LossFunction]:
+    (images, _), _ = _images()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids, images = batch
+        return model(input_ids=ids, pixel_values=images, return_loss=True).loss.float()
+
+    return (_draw(VOCABULARY, BATCH_SIZE, LENGTH), images), loss
 
 
 # ---- the models ---------------------------------------------------------------------------------
@@ -197,9 +231,28 @@ ARCHITECTURES = {
     ),
     "swin": Architecture(
         "vision", "SwinForImageClassification", "SwinConfig",
-        # one stage: with a second one Dynamo goes over to symbolic shapes, and its solver takes
-        # many minutes for the windows, without any checker
-        {"image_size": IMAGE_SIZE, "patch_size": 2, "embed_dim": 8, "depths": [2],
-         "num_heads": [2], "window_size": 2, "num_labels": LABELS}, _images, "SwinLayer",
+        # of two stages: once Dynamo makes the sizes symbols, its solver takes a minute for the
+        # windows, checker or not
+        {"image_size": IMAGE_SIZE, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
+         "num_heads": [2, 2], "window_size": 2, "num_labels": LABELS}, _images, "SwinLayer",
+        static=True,
+    ),
+    "whisper": Architecture(
+        "audio", "WhisperForConditionalGeneration", "WhisperConfig",
+        _BART | {"num_mel_bins": MEL_BINS, "max_source_positions": LENGTH,
+                 "max_target_positions": 16}, _sound_and_text, "WhisperDecoderLayer",
+    ),
+    "wav2vec2": Architecture(
+        "audio", "Wav2Vec2ForCTC", "Wav2Vec2Config",
+        _LAYERS | {"vocab_size": LABELS, "conv_dim": [16, 16], "conv_kernel": [4, 4],
+                   "conv_stride": [2, 2], "num_feat_extract_layers": 2, "layerdrop": 0.0,
+                   "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
+                   "mask_time_length": 2}, _waveforms, "Wav2Vec2EncoderLayer",
+    ),
+    "clip": Architecture(
+        "two towers", "CLIPModel", "CLIPConfig",
+        {"text_config": _TOKENS | _LAYERS | {"max_position_embeddings": 32},
+         "vision_config": _LAYERS | {"image_size": IMAGE_SIZE, "patch_size": 4},
+         "projection_dim": 16}, _images_and_text, "CLIPEncoderLayer",
     ),
 }  # fmt: skip

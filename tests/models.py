@@ -467,6 +467,83 @@ def resnet18(*, image_size: int = 64, batch_size: int = 8, seed: int = 0) -> Wor
     return replace(workload, name="resnet18")
 
 
+class UNetBlock(nn.Module):
+    """GroupNorm, SiLU, convolution, with the time of the diffusion added to every channel."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, time_width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(4, in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.time = nn.Linear(time_width, out_channels)
+        self.norm2 = nn.GroupNorm(4, out_channels)
+        self.dropout = nn.Dropout(0.1)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.shortcut = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, images: Tensor, time: Tensor) -> Tensor:
+        hidden = self.conv1(functional.silu(self.norm1(images)))
+        hidden = hidden + self.time(functional.silu(time))[:, :, None, None]
+        hidden = self.conv2(self.dropout(functional.silu(self.norm2(hidden))))
+        return hidden + self.shortcut(images)
+
+
+class UNet(nn.Module):
+    """Down, attention over all pixels, up, with a skip connection at each size."""
+
+    def __init__(self, *, channels: int, time_width: int) -> None:
+        super().__init__()
+        self.time_width = time_width
+        sizes = {"time_width": time_width}
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.down1 = UNetBlock(channels, channels, **sizes)
+        self.shrink = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.down2 = UNetBlock(channels, 2 * channels, **sizes)
+        self.attention = Attention(2 * channels, 2, use_sdpa=True)
+        self.up2 = UNetBlock(4 * channels, 2 * channels, **sizes)
+        self.grow = nn.Conv2d(2 * channels, channels, 3, padding=1)
+        self.up1 = UNetBlock(2 * channels, channels, **sizes)
+        self.head = nn.Sequential(
+            nn.GroupNorm(4, channels), nn.SiLU(), nn.Conv2d(channels, 3, 3, padding=1)
+        )
+
+    def forward(self, images: Tensor, steps: Tensor) -> Tensor:
+        time = self._embedded(steps)
+        first = self.down1(self.stem(images), time)
+        second = self.down2(self.shrink(first), time)
+        pixels = second.flatten(2).transpose(1, 2)  # (B, H * W, C)
+        mixed = (pixels + self.attention(pixels)).transpose(1, 2).reshape(second.shape)
+        hidden = self.up2(torch.cat([mixed, second], dim=1), time)
+        hidden = self.grow(functional.interpolate(hidden, scale_factor=2.0, mode="nearest"))
+        return self.head(self.up1(torch.cat([hidden, first], dim=1), time))
+
+    def _embedded(self, steps: Tensor) -> Tensor:
+        """Sines and cosines of the step: (B,) to (B, time_width)."""
+        half = self.time_width // 2
+        rates = torch.exp(-9.0 * torch.arange(half, device=steps.device) / half)
+        angles = steps[:, None].float() * rates
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def _denoising_loss(model: nn.Module, batch: Batch) -> Tensor:
+    images, noise, steps = batch
+    share = (steps.float() / 1000)[:, None, None, None]
+    noisy = (1 - share).sqrt() * images + share.sqrt() * noise
+    return functional.mse_loss(model(noisy, steps).float(), noise)
+
+
+def unet(
+    *, channels: int = 8, time_width: int = 16, image_size: int = 8, seed: int = 0
+) -> Workload:
+    """Build the denoiser of a diffusion model."""
+    torch.manual_seed(seed)
+    model = UNet(channels=channels, time_width=time_width)
+    generator = _generator(seed + 1)
+    images = torch.randn(2, 3, image_size, image_size, generator=generator)
+    noise = torch.randn(images.shape, generator=generator)
+    steps = torch.randint(0, 1000, (2,), generator=generator)
+    return Workload("unet", model, (images, noise, steps), _denoising_loss)
+
+
 # ---- other networks -----------------------------------------------------------------------------
 
 
