@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulecheck.checker import PrecisionChecker
+    from modulecheck.collective_audit import CollectiveAudit, audit_collectives
+    from modulecheck.collective_findings import CollectiveFinding
     from modulecheck.culprit import Culprit
     from modulecheck.ranks import MergedReport, RankReport, merge_reports
     from modulecheck.results import CompareResult, ModuleDiff, TensorDiff
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from modulecheck.tensors import TensorChecker, tensor_checker
 
 _HOME = {
+    "CollectiveAudit": "collective_audit",
+    "CollectiveFinding": "collective_findings",
     "CompareResult": "results",
     "Culprit": "culprit",
     "DumpMode": "tensor_dump",
@@ -58,6 +62,7 @@ _HOME = {
     "TensorRecord": "tensor_records",
     "assert_tensor_allclose": "tensor_asserts",
     "assert_tensor_equal": "tensor_asserts",
+    "audit_collectives": "collective_audit",
     "load_dump": "tensor_dump",
     "merge_reports": "ranks",
     "module_register_tensor_checker": "tensor_hooks",
@@ -65,6 +70,8 @@ _HOME = {
 }
 
 __all__ = [
+    "CollectiveAudit",
+    "CollectiveFinding",
     "CompareResult",
     "Culprit",
     "DumpMode",
@@ -81,6 +88,7 @@ __all__ = [
     "TensorRecord",
     "assert_tensor_allclose",
     "assert_tensor_equal",
+    "audit_collectives",
     "load_dump",
     "merge_reports",
     "module_register_tensor_checker",

@@ -24,6 +24,7 @@ __all__ = [
     "compiles_only_inlined",
     "default_store",
     "graph_task_id",
+    "group_of",
     "inlined",
     "inside_autograd",
     "inside_ddp",
@@ -46,10 +47,13 @@ __all__ = [
     "rank_of_several",
     "ranks_of",
     "recompile_limit_hits",
+    "replica_key",
     "runs_in_this_backward",
     "sharded_inside",
     "shared_by_ranks",
     "undisturbed",
+    "unwraps_itself",
+    "wait_for",
     "with_local_part",
 ]
 
@@ -276,6 +280,47 @@ def default_store() -> tuple[Any, int, int] | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store(), dist.get_rank(), dist.get_world_size()
+
+
+def group_of(value: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and global ranks of a process group, as an op is given it: an object or its name."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if isinstance(value, str):
+        value = _need(c10d, "_resolve_process_group")(value)
+    elif not isinstance(value, c10d.ProcessGroup):
+        value = _need(c10d.ProcessGroup, "unbox")(value)
+    return str(value.group_name), tuple(c10d.get_process_group_ranks(value))
+
+
+def replica_key(tensor: torch.Tensor) -> str:
+    """The same on all ranks that hold the same part of a DTensor; "" where each has its own."""
+    dtensor = _dtensor_class()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return ""
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    place = mesh.get_coordinate()
+    shared = [placement.is_replicate() for placement in placements]
+    is_whole = not any(placement.is_partial() for placement in placements)
+    if place is None or not is_whole or not any(shared):
+        return ""
+    own = [at for at, replicated in zip(place, shared, strict=True) if not replicated]
+    return f"{mesh.mesh.tolist()} {own}"
+
+
+def wait_for(out: Any) -> None:
+    """Wait for what a collective returned: the work of a `c10d` op, or functional results.
+
+    Not without need: waiting for a reduce-scatter of gloo writes its result once more.
+    """
+    for item in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(item, torch.ScriptObject) and "Work" in str(item._type()):
+            _need(torch.distributed.Work, "unbox")(item).wait()
+
+
+def unwraps_itself(types: tuple[type, ...]) -> bool:
+    """True for subclasses (DTensor) that dispatch what they hold again when a mode steps aside."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 class CollectiveError(RuntimeError):

@@ -89,6 +89,7 @@ LAYERS = {
         {
             "_torch",
             "budget",
+            "collective_rule",
             "compared",
             "corners",
             "csv_files",
@@ -105,6 +106,8 @@ LAYERS = {
         },
         {
             "_inductor",
+            "collective_findings",
+            "collectives",
             "graphs",
             "ranks",
             "selection",
@@ -118,6 +121,7 @@ LAYERS = {
         },
         {
             "attributes",
+            "collective_watch",
             "flips",
             "graph_limits",
             "kink_rule",
@@ -127,8 +131,8 @@ LAYERS = {
             "tensor_origins",
             "widening",
         },
-        {"graph_repro", "module_rule", "snapshot"},
-        {"judging"},
+        {"graph_repro", "module_rule", "replicas", "snapshot"},
+        {"collective_audit", "judging"},
         {"graph_capture", "keeping", "replay", "same_program"},
         {"artifacts"},
         {"goldens", "hooks", "tensor_dump", "tensor_files", "tensor_judge", "tensor_names"},
