@@ -287,9 +287,9 @@ def group_of(value: Any) -> tuple[str, tuple[int, ...]]:
     from torch.distributed import distributed_c10d as c10d
 
     if isinstance(value, str):
-        value = _need(c10d, "_resolve_process_group")(value)
+        value = needed(c10d, "_resolve_process_group")(value)
     elif not isinstance(value, c10d.ProcessGroup):
-        value = _need(c10d.ProcessGroup, "unbox")(value)
+        value = needed(c10d.ProcessGroup, "unbox")(value)
     return str(value.group_name), tuple(c10d.get_process_group_ranks(value))
 
 
@@ -315,7 +315,7 @@ def wait_for(out: Any) -> None:
     """
     for item in out if isinstance(out, (list, tuple)) else (out,):
         if isinstance(item, torch.ScriptObject) and "Work" in str(item._type()):
-            _need(torch.distributed.Work, "unbox")(item).wait()
+            needed(torch.distributed.Work, "unbox")(item).wait()
 
 
 def unwraps_itself(types: tuple[type, ...]) -> bool:
