@@ -212,6 +212,10 @@ def _add_overheads(shares: list[Overhead]) -> Overhead | None:
         num_places=sum(share.num_places for share in shares),
         num_left=sum(share.num_left for share in shares),
         steps_left=None if None in steps else max(s for s in steps if s is not None),
+        counting_seconds=sum(share.counting_seconds for share in shares),
+        setup_seconds=sum(share.setup_seconds for share in shares),
+        num_steps=max(share.num_steps for share in shares),
+        num_rests=max(share.num_rests for share in shares),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from opcheck._torch import (
     TorchDispatchMode,
+    active_modes,
     is_innermost,
     unwraps_itself,
     without_modes_above,
@@ -29,6 +30,8 @@ class CheckMode(TorchDispatchMode):
         self._observer = observer
         self._pid = os.getpid()
         self._has_left = False
+        self._left_behind: list[Any] = []
+        """The modes that were below when this one left."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -63,8 +66,22 @@ class CheckMode(TorchDispatchMode):
         """
         if not self._has_left and is_innermost(self):
             self.__exit__(None, None, None)
-            self._has_left = True
+            self.stay_off()
         return self._has_left
+
+    def stay_off(self) -> None:
+        """Do not get on the stack yet; instead of entering."""
+        self._has_left = True
+        self._left_behind = active_modes()
+
+    def come_back(self) -> bool:
+        """Get on the stack again; True when every call is seen from now on.
+
+        Only where the stack is as it was: whoever entered since takes off what is on top.
+        """
+        if self._has_left and active_modes() == self._left_behind:
+            self.__enter__()
+        return not self._has_left
 
     def __torch_dispatch__(
         self,

@@ -4,6 +4,8 @@ A mode costs something for every call, also where nothing is left that it would 
 used up when a whole step passed in which calls were kept out by `max_checks` and none was checked,
 and when no signature with budget left keeps coming back (steps of two kinds may take turns). What
 comes later is then not seen: the coverage says where counting stopped.
+
+With `max_overhead` a session may also rest for a step, and come back.
 """
 
 from __future__ import annotations
@@ -36,6 +38,14 @@ class Exhaustion:
         self._outcomes = 0
         self._kept_out = 0
         self._dropped = 0
+
+    @property
+    def may_rest(self) -> bool:
+        """May whole steps go by unseen, where looking at them takes too much of the time?
+
+        Not where the steps to be checked were named, and not where every call has to be seen.
+        """
+        return not self._sees_all and self._settings.num_steps is None and not SWITCH.has_kernels
 
     def step_ended(self, ledger: Ledger) -> None:
         """Take stock of it."""

@@ -341,8 +341,11 @@ def _check_counts(coverage: Coverage) -> None:
 def _is_overhead(share: Overhead | None) -> bool:
     if share is None:
         return True
-    seconds = (share.own_seconds, share.allowed_seconds, share.spent_seconds)
-    counts = [share.num_places, share.num_left]
+    seconds = (
+        share.own_seconds, share.allowed_seconds, share.spent_seconds, share.counting_seconds,
+        share.setup_seconds,
+    )  # fmt: skip
+    counts = [share.num_places, share.num_left, share.num_steps, share.num_rests]
     counts += [] if share.steps_left is None else [share.steps_left]
     return all(_is_a(value, (int, float)) for value in seconds) and all(
         _is_a(value, int) for value in counts

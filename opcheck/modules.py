@@ -96,7 +96,7 @@ class ModuleTracker:
         """Frame and object of the optimizer whose step runs."""
         self._stepped = False
         self._removers: list[Callable[[], None]] = []
-        self.charge: Callable[[float], None] | None = None
+        self.charge: Callable[[float], object] | None = None
         """Is told what every hook took, in seconds."""
         self._user_code: dict[CodeType, bool] = {}
         self.random_calls = 0
@@ -122,6 +122,14 @@ class ModuleTracker:
         self._removers += _torch.register_optimizer_hooks(
             timed(self._before_step), timed(self._after_step)
         )
+
+    def step_ended(self) -> None:
+        """Notice was taken of the optimizer's step, if there was one."""
+        self._stepped = False
+
+    def module_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Of a module whose hooks came too late."""
+        self._before_module(module, args)
 
     def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
         charge = self.charge
@@ -170,7 +178,7 @@ class ModuleTracker:
             if threading.get_ident() != self._thread:
                 return  # of a thread that this session does not see
             self._begin_forward()
-            if not self._removers:  # the session has seen enough, and left
+            if not self._removers:  # the session has seen enough, and left or rests
                 return
         self.locate()  # a node made since the last call is the caller's, not this module's
         fqn = self._names.get(module)
@@ -203,7 +211,7 @@ class ModuleTracker:
 
     def _begin_forward(self) -> None:
         if self._stepped and not self._in_optimizer():
-            self._stepped = False
+            self.step_ended()
             self._on_step_end()
         if len(self._origins) > _MANY_ORIGINS:
             self._older_origins, self._origins = self._origins, {}

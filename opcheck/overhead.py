@@ -8,6 +8,9 @@ afterwards, so a wrong estimate is a debt that later calls pay back.
 By value: the first calls of a signature, and of an op that failed elsewhere, at a new place; then
 signatures that were rarely checked; then the place (module, phase, op, argument types) that was
 checked least, so that every module's ops come up over several steps; last the rest.
+
+Looking at calls costs time as well, checked or not. Where that would take more than half of what
+is allowed, whole steps are left alone until the account bears a look and as much checking.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 from opcheck.records import Overhead
+from opcheck.steptimes import StepTimes
 
 __all__ = ["OverheadBudget", "Place"]
 
@@ -64,11 +69,26 @@ class OverheadBudget:
         self.ratio = ratio
         self.dropped: Place | None = None
         """What the last answer of `admits` was no to, until somebody takes it away."""
+        self.may_rest = False
+        """Steps may go by that nobody looks at."""
         self._clock = clock
         self._lock = threading.Lock()
         self._elapsed = 0.0
         self._since: float | None = None
+        self._setup: float | None = None
+        self._left_at = 0.0
+        self._owed = 0.0
         self._spent = 0.0
+        self._clocked = 0.0
+        """Of what was spent, the part that clocks saw."""
+        self._hidden = 0.0
+        """Estimated costs that no clock saw, as estimated."""
+        self._checking = 0.0
+        """Of what was spent, that of checks."""
+        self._times = StepTimes()
+        self._at_step = (0.0, 0.0, 0.0, 0.0)
+        """Elapsed, clocked, hidden and counting seconds when the present step began."""
+        self._num_rests = 0
         self._op_seconds = 0.0
         self._step = 0
         self._level = 0
@@ -84,27 +104,68 @@ class OverheadBudget:
 
     # ---- time ----
 
-    def entered(self) -> None:
-        """The context begins: the step's time runs."""
-        self._since = self._clock()
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """The context is being entered, and then the step's time runs."""
+        start = self._clock()
+        self._since = start
+        try:
+            yield
+        finally:
+            if self._setup is None:  # paid once, however many steps there will be
+                self._since = self._clock()
+                self._setup = self._since - start
+            else:
+                self._elapsed += self._owed
+                self.spend(self._clock() - start + self._owed)
+            self._owed = 0.0
 
     def left(self) -> None:
         """The context ends."""
         if self._since is not None:
-            self._elapsed += self._clock() - self._since
+            self._left_at = self._clock()
+            self._elapsed += self._left_at - self._since
             self._since = None
 
-    def spend(self, seconds: float) -> None:
-        """So much of the time was the checker's."""
+    def gone(self) -> None:
+        """All that had to be done after the context was left is done; the next one pays for it."""
+        self._owed = self._clock() - self._left_at
+
+    def spend(self, seconds: float, *, hidden: float = 0.0) -> float:
+        """So much of the time was the checker's.
+
+        Args:
+            seconds: seen by a clock.
+            hidden: beyond them, estimated.
+
+        Returns:
+            Both, the estimate corrected by what whole steps told of it so far.
+        """
+        total = seconds + self._times.scale * hidden
         with self._lock:
-            self._spent += seconds
+            self._clocked += seconds
+            self._hidden += hidden
+            self._spent += total
+        return total
+
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """What runs in here is the checker's."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.spend(self._clock() - start)
+
+    @property
+    def _elapsed_seconds(self) -> float:
+        return self._elapsed + (0.0 if self._since is None else self._clock() - self._since)
 
     @property
     def own_seconds(self) -> float:
         """The step's own, so far."""
-        running = 0.0 if self._since is None else self._clock() - self._since
         # what is charged is in part an estimate: the ops' own time is the step's in any case
-        return max(self._op_seconds, self._elapsed + running - self._spent)
+        return max(self._op_seconds, self._elapsed_seconds - self._spent)
 
     @property
     def balance(self) -> float:
@@ -148,6 +209,7 @@ class OverheadBudget:
         if known is None:
             return
         known.cost = _smooth(known.cost, seconds)
+        self._checking += seconds
         func = place[2][0] if place[2] else None
         self._rates[func] = _smooth(self._rates.get(func), seconds / (known.numel + 1000))
 
@@ -174,6 +236,38 @@ class OverheadBudget:
         }
         self._reserves = None
         self._step += 1
+        elapsed, clocked, hidden, counting = self._since_last_step()
+        self._times.observed(seconds=elapsed - clocked, hidden=hidden, counting=counting)
+
+    def end_rest(self) -> None:
+        """A step ended that nobody looked at: who was waited for is still waited for."""
+        self._num_rests += 1
+        elapsed, clocked, *_ = self._since_last_step()
+        self._times.rested(elapsed - clocked)
+
+    def _since_last_step(self) -> list[float]:
+        now = (self._elapsed_seconds, self._clocked, self._hidden, self._spent - self._checking)
+        before, self._at_step = self._at_step, now
+        return [later - earlier for later, earlier in zip(now, before, strict=True)]
+
+    def _income(self) -> float:
+        """Seconds that an average step brings for checks; looking at it is paid."""
+        counting = self._times.counting
+        if counting is None:
+            return self.ratio * self.own_seconds / max(1, self._step)
+        income = self.ratio * self._times.own
+        return max(income - counting, income / 2 if self.may_rest else 0.0)
+
+    @property
+    def wants_rest(self) -> bool:
+        """The step that begins now had better be left alone, for the sake of later ones."""
+        counting = self._times.counting
+        income = self.ratio * self._times.own
+        if not self.may_rest or counting is None or income >= 2 * counting:
+            return False
+        best = min((value for value, _ in self._waiting.values()), default=REST)
+        wanted = min((cost for value, cost in self._waiting.values() if value == best), default=0.0)
+        return self.balance + income < counting + max(counting, wanted)
 
     # ---- value and cost ----
 
@@ -203,7 +297,9 @@ class OverheadBudget:
                 for lower in range(kind + 1, REST + 1):
                     largest[lower] = max(largest[lower], estimate)
             largest[REST] = sum(estimate for _, estimate in self._waiting.values())
-            self._reserves = largest
+            # who waits may come at the end of the step, after all that looking at it takes
+            drain = max(0.0, (self._times.counting or 0.0) - self.ratio * self._times.own)
+            self._reserves = [reserve + drain if reserve else 0.0 for reserve in largest]
         return self._reserves[value]
 
     # ---- the sum ----
@@ -217,11 +313,11 @@ class OverheadBudget:
             if not known.attempts and known.was_dropped
         ]
         cost = sum(self._estimate(place, known) for place, known in left)
-        income = self.ratio * own / max(1, self._step)
+        income = self._income()
         steps = None
         if not left:
             steps = 0
-        elif income > 0 and any(known.attempts for known in self._places.values()):
+        elif income > 0:
             steps = max(1, math.ceil(max(0.0, cost - self.balance) / income))
         return Overhead(
             own_seconds=own,
@@ -230,6 +326,10 @@ class OverheadBudget:
             num_places=len(self._places),
             num_left=len(left),
             steps_left=steps,
+            counting_seconds=self._spent - self._checking,
+            setup_seconds=self._setup or 0.0,
+            num_steps=self._step,
+            num_rests=self._num_rests,
         )
 
 

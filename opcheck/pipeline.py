@@ -54,6 +54,7 @@ class Pipeline:
     ) -> None:
         self.ledger = Ledger()
         self.step = 0
+        self.num_rests = 0
         self.lock = threading.RLock()
         self.planter = Planter() if settings.selftest else None
         self._tracker = tracker
@@ -264,6 +265,22 @@ class Pipeline:
                 self._budget.end_step()
             self._exhaustion.step_ended(self.ledger)
             self.ledger.end_step()
+
+    def end_rest(self) -> None:
+        """A step ended that nobody looked at."""
+        with self.lock:
+            self.step += 1
+            self.num_rests += 1
+            if self._budget is not None:
+                self._budget.end_rest()
+
+    @property
+    def wants_rest(self) -> bool:
+        """Nobody need look at the step that begins now: there would be no time to check it."""
+        if self._budget is None:
+            return False
+        self._budget.may_rest = self._exhaustion.may_rest
+        return self._budget.wants_rest
 
     @property
     def is_used_up(self) -> bool:

@@ -212,6 +212,15 @@ class Overhead:
     """Of these, dropped for time whenever they came."""
     steps_left: int | None = 0
     """Steps, at the rate so far, in which those come up once; None where no rate is known."""
+    counting_seconds: float = 0.0
+    """Of what was spent: looking at calls, checked or not."""
+    setup_seconds: float = 0.0
+    """Entering for the first time: imports, tables, log files. Not part of what was spent."""
+    num_steps: int = 0
+    """Steps that ended and whose calls were looked at."""
+    num_rests: int = 0
+    """Steps that ended and that nobody looked at, because that alone takes too much of what is
+    allowed. Their calls are not in any count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

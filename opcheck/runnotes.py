@@ -84,8 +84,17 @@ def overhead_text(share: Overhead) -> str:
     own = max(share.own_seconds, 1e-9)
     text = (
         f"checking took {share.spent_seconds / own:.1%} of the step's own {share.own_seconds:.2f} s"
-        f" (max_overhead {share.allowed_seconds / own:.4g}); "
+        f" (max_overhead {share.allowed_seconds / own:.4g}), of which"
+        f" {share.counting_seconds / own:.1%} for looking at calls"
     )
+    if share.setup_seconds >= 0.01:
+        text += f", and {share.setup_seconds:.2f} s once, before the first step"
+    text += "; "
+    if share.num_rests:
+        text += (
+            f"{share.num_rests:,} of {share.num_rests + share.num_steps:,} steps left alone and not"
+            " counted here, because looking at every step takes too much of what is allowed; "
+        )
     if not share.num_left:
         return text + "nothing was left out that did not get its turn later"
     text += (
@@ -93,5 +102,5 @@ def overhead_text(share: Overhead) -> str:
         " were never checked, "
     )
     if share.steps_left is None:
-        return text + "and at this rate none will be: counting the calls takes what is allowed"
+        return text + "and at this rate none will be: looking at the calls takes what is allowed"
     return f"{text}about {share.steps_left:,} more step{'s' * (share.steps_left != 1)} would"

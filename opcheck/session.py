@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,10 +19,10 @@ from opcheck.blame import render_blame
 from opcheck.certificate import Certificate, Surroundings, certify
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, PrecisionError
-from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.overhead import OverheadBudget
 from opcheck.pipeline import Pipeline
+from opcheck.presence import Presence
 from opcheck.printing import style_for
 from opcheck.recorded_calls import CallRecorder
 from opcheck.records import Coverage, OpRecord, Verdict
@@ -194,11 +193,8 @@ class Session:
         self._header: dict[str, Any] | None = None
         self._callback_error: BaseException | None = None
         self._exits: contextlib.ExitStack | None = None
-        self._mode: CheckMode | None = None
-        self._num_written = -1
-        """Calls seen when the coverage was written last."""
-        self._entered_by = (0, 0)
-        """Process and thread."""
+        self._written = (-1, 0)
+        """Calls seen, and steps that were not, when the coverage was written last."""
         self._tracker = ModuleTracker(
             model,
             on_step_end=self.next_step,
@@ -221,6 +217,9 @@ class Session:
             budget=self._budget,
             keepers=tuple(item for item in (self._repros, self._recorder) if item is not None),
         )  # fmt: skip
+        self._presence = Presence(
+            self._tracker, self._pipeline, on_step_end=self._unseen_step_ended
+        )
 
     # ---- results ----
 
@@ -340,57 +339,54 @@ class Session:
     def __enter__(self) -> Self:
         if self._exits is not None:
             raise RuntimeError("this session is entered already; make another with opcheck.check()")
-        _torch.kernels().look_again()
-        self._surroundings = Surroundings.now(self._tracker.model)
+        budget = self._budget
         with contextlib.ExitStack() as exits:
-            self._files.open()
-            exits.callback(self._files.close)
-            if self._header is None:
-                self._header = run_header(self.run_id, self.rank, self._world_size, self.settings)
-                self._files.header(self._header)
-            else:
-                self.next_step()
-            self._tracker.install()
-            exits.callback(self._tracker.remove)
-            exits.enter_context(
-                _torch.compiled_regions.listening(self._pipeline.compiled_region_ran)
-            )
-            observer: Observer = self._pipeline
-            if self._budget is not None:
-                observer = Stopwatch(self._pipeline, self._budget)
-                exits.callback(self._budget.left)
-                self._budget.entered()
-            exits.enter_context(SWITCH.session(observer))
-            self._mode = exits.enter_context(CheckMode(observer))
-            self._entered_by = os.getpid(), threading.get_ident()
-            self._leave_early()
+            if budget is not None:  # where entering fails
+                exits.callback(budget.left)
+            with budget.entering() if budget is not None else contextlib.nullcontext():
+                self._enter(exits)
             self._exits = exits.pop_all()
         return self
 
+    def _enter(self, exits: contextlib.ExitStack) -> None:
+        _torch.kernels().look_again()
+        self._surroundings = Surroundings.now(self._tracker.model)
+        self._files.open()
+        exits.callback(self._files.close)
+        if self._header is None:
+            self._header = run_header(self.run_id, self.rank, self._world_size, self.settings)
+            self._files.header(self._header)
+        else:
+            self.next_step()
+        exits.enter_context(_torch.compiled_regions.listening(self._compiled_region_ran))
+        observer: Observer = self._pipeline
+        if self._budget is not None:
+            observer = Stopwatch(self._pipeline, self._budget)
+        exits.enter_context(SWITCH.session(observer))
+        self._presence.begin(observer, exits)
+
+    def _charged(self) -> contextlib.AbstractContextManager[None]:
+        """What runs in here is no part of the step."""
+        return contextlib.nullcontext() if self._budget is None else self._budget.charged()
+
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        process, thread = self._entered_by
-        is_fork = process != os.getpid()
-        if self._exits is not None and not is_fork and thread != threading.get_ident():
+        is_fork = self._presence.is_fork
+        if self._exits is not None and self._presence.is_other_thread:
             raise RuntimeError(
                 "this session was entered by another thread, whose calls it sees; leave it there"
             )
-        exits, self._exits, self._mode = self._exits, None, None
+        exits, self._exits = self._exits, None
+        self._presence.end()
         if exits is None:
             return
         with exits:
             exits.callback(self._write_coverage)
-            try:
-                if not is_fork:
-                    stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
-                    self._pipeline.close(wait=not stopped)
-            finally:
-                self._pipeline.release()
-                self._pipeline.forget_values()
-                if self._budget is not None:
-                    self._budget.left()
+            self._conclude(wait=kind is None or not issubclass(kind, KeyboardInterrupt))
         if self._surroundings is not None:
             later = Surroundings.now(self._tracker.model)
             self._certificate = self._surroundings.beside(later)
+        if self._budget is not None:
+            self._budget.gone()
         if is_fork:  # the parent tells of it
             return
         if self._repros is not None:
@@ -400,13 +396,25 @@ class Session:
         if kind is None:
             self._raise_what_waited()
 
+    def _conclude(self, *, wait: bool) -> None:
+        try:
+            if not self._presence.is_fork:
+                with self._charged():
+                    self._pipeline.close(wait=wait)
+        finally:
+            self._pipeline.release()
+            self._pipeline.forget_values()
+            if self._budget is not None:
+                self._budget.left()
+
     def _write_coverage(self) -> None:
-        num_seen = self._pipeline.ledger.seen
-        if self._num_written == num_seen:  # entered again with nothing left to see
+        pipeline = self._pipeline
+        state = (pipeline.ledger.seen, pipeline.num_rests + self._presence.is_resting)
+        if self._written == state:  # entered again with nothing left to see
             return
         try:
             self._files.coverage(self.coverage, self.run_id, self.rank)
-            self._num_written = num_seen
+            self._written = state
         except Exception as error:  # noqa: BLE001 - our crash must not be the user's
             self._files.note(error)
 
@@ -419,20 +427,23 @@ class Session:
 
     def next_step(self) -> None:
         """End the present step; where an optimizer runs, steps are told apart without this."""
-        if self._pipeline.ledger.has_calls_in_step:
+        self._tracker.step_ended()
+        if self._presence.is_resting:
+            self._pipeline.end_rest()
+        elif self._pipeline.ledger.has_calls_in_step:
             self._pipeline.end_step()
-        self._leave_early()
+        self._presence.decide()
 
-    def _leave_early(self) -> None:
-        """Where every budget is used up, see no more calls: they would cost time for nothing."""
-        mode = self._mode
-        if mode is None or not self._pipeline.is_used_up:
-            return
-        if self._entered_by != (os.getpid(), threading.get_ident()) or not mode.leave():
-            return
-        self._mode = None
-        self._tracker.remove()
-        self._pipeline.stop_counting()
+    def _unseen_step_ended(self) -> None:
+        try:
+            with self._charged():
+                self.next_step()
+        except Exception:  # noqa: BLE001 - our crash must not be the user's
+            self._crashed_in("module_hook")
+
+    def _compiled_region_ran(self) -> None:
+        if self._presence.is_looking:
+            self._pipeline.compiled_region_ran()
 
     def _say(self) -> None:
         try:

@@ -1,0 +1,157 @@
+"""Is a session on the dispatch path of its thread? It may rest for a step, and leave for good."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from opcheck import _torch
+from opcheck.intercept import CheckMode
+from opcheck.modules import ModuleTracker
+from opcheck.pipeline import Pipeline
+from opcheck.switch import Observer
+
+__all__ = ["Presence"]
+
+
+class Presence:
+    """Of one session: puts its mode and its hooks on and takes them off.
+
+    Args:
+        tracker: whose hooks they are.
+        pipeline: says whether anything is left to look at.
+        on_step_end: called at the first module after an optimizer's step that nobody looked at.
+    """
+
+    def __init__(
+        self, tracker: ModuleTracker, pipeline: Pipeline, *, on_step_end: Callable[[], None]
+    ) -> None:
+        self._tracker = tracker
+        self._pipeline = pipeline
+        self._step_end = _StepEnd(self._unseen_step_ended)
+        self._on_step_end = on_step_end
+        self._mode: CheckMode | None = None
+        self._entered_by = (0, 0)
+        self.is_resting = False
+        """Nobody looks at the present step."""
+
+    @property
+    def is_looking(self) -> bool:
+        """Calls are seen."""
+        return self._mode is not None and not self.is_resting
+
+    @property
+    def is_fork(self) -> bool:
+        """This process is a fork of the one that the context was entered in."""
+        return self._entered_by[0] != os.getpid()
+
+    @property
+    def is_other_thread(self) -> bool:
+        """The context was entered in another thread of this process."""
+        return not self.is_fork and self._entered_by[1] != threading.get_ident()
+
+    def begin(self, observer: Observer, exits: contextlib.ExitStack) -> None:
+        """The context is entered: look, where there is anything to look at."""
+        self._entered_by = os.getpid(), threading.get_ident()
+        self.is_resting = False
+        if self._pipeline.is_used_up:
+            self._pipeline.stop_counting()
+            return
+        exits.callback(self._end)
+        mode = CheckMode(observer)
+        if self._pipeline.wants_rest:
+            mode.stay_off()
+            exits.push(mode)
+            self._rest()
+        else:
+            self._tracker.install()
+            exits.enter_context(mode)
+        self._mode = mode
+
+    def end(self) -> None:
+        """The context is being left: nothing is decided any more."""
+        self._mode = None
+
+    def _end(self) -> None:
+        self._step_end.remove()
+        self._tracker.remove()
+
+    def decide(self) -> None:
+        """A step begins: look at it, rest, or see no more calls, which would be for nothing."""
+        mode = self._mode
+        if mode is None:  # not in the context
+            self.is_resting = False
+        if mode is None or self.is_fork or self.is_other_thread:
+            return
+        if self._pipeline.is_used_up:
+            if mode.leave():
+                self.end()
+                self._end()
+                self._pipeline.stop_counting()
+        elif self._pipeline.wants_rest:
+            if mode.leave():
+                self._rest()
+        elif self.is_resting and mode.come_back():
+            self.is_resting = False
+            self._step_end.remove()
+            self._tracker.install()
+        elif self.is_resting:
+            self._rest()
+
+    def _rest(self) -> None:
+        self.is_resting = True
+        self._tracker.remove()
+        self._step_end.await_it()
+
+    def _unseen_step_ended(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._on_step_end()
+        if self.is_looking:
+            self._tracker.module_begins(module, args)
+
+
+class _StepEnd:
+    """Global hooks that tell of the first module after an optimizer's step, and of nothing else."""
+
+    def __init__(self, then: Callable[[nn.Module, tuple[Any, ...]], None]) -> None:
+        self._then = then
+        self._thread = 0
+        self._has_stepped = False
+        self._removers: list[Callable[[], None]] = []
+
+    def await_it(self) -> None:
+        """Once; what was awaited before is not any more."""
+        self.remove()
+        self._thread = threading.get_ident()
+        self._removers += _torch.register_optimizer_hooks(_nothing, self._after_step)
+
+    def remove(self) -> None:
+        """Await nothing."""
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+        self._has_stepped = False
+
+    def _after_step(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread and not self._has_stepped:
+            self._has_stepped = True
+            self._removers += _torch.register_module_hooks(self._before_module, _nothing)
+
+    def _before_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if (
+            torch.compiler.is_compiling()
+            or threading.get_ident() != self._thread
+            or _torch.current_graph_task_id() != -1
+        ):
+            return
+        self.remove()
+        self._then(module, args)
+
+
+def _nothing(*_: Any) -> None:
+    """Take no notice."""
