@@ -89,7 +89,7 @@ KEPT_DTYPE: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
     }
 )
-"""Arguments that are not widened."""
+"""Arguments that are neither widened nor moved: a `found_inf` beside 0 leaves the update out."""
 
 NOT_MOVED: Mapping[str, frozenset[str]] = MappingProxyType(
     {"multilabel_margin_loss_backward": frozenset({"is_target"})}

@@ -185,14 +185,17 @@ class Reference:
         return _number_tensor(self.call, value, wide=adjust) if param.kind == "tensor" else value
 
     def _widen(self, param: Param, tensor: Tensor) -> Tensor:
-        if param.name in KEPT_DTYPE.get(self.call.traits.base, ()):
-            return _same_dtype(self.call.before, {}, param, tensor)
+        if self._keeps_dtype(param):
+            return to_host(self.call.before.get(id(tensor), tensor)).clone()
         if param.mutated or self.call.before_groups:  # fresh for each run, which writes to it
             return self._widened_copy(tensor)
         known = self._widened.get(id(tensor))
         if known is None:
             known = self._widened[id(tensor)] = self._widened_copy(tensor)
         return known
+
+    def _keeps_dtype(self, param: Param) -> bool:
+        return param.name in KEPT_DTYPE.get(self.call.traits.base, ())
 
     def _widened_copy(self, tensor: Tensor) -> Tensor:
         source = self.call.before.get(id(tensor), tensor)
@@ -219,8 +222,10 @@ class Reference:
         if not _is_inexact(dtype) and self.integers_become_floats:
             # the op casts them first and rounds from there on: sinc(3) is pi's rounding alone
             dtype = self.call.out_dtype
-        is_flag = param.name in NOT_MOVED.get(self.call.traits.base, ())
-        if is_flag or not _is_inexact(dtype) or self.call.before_groups:
+        is_fixed = self._keeps_dtype(param) or param.name in NOT_MOVED.get(
+            self.call.traits.base, ()
+        )
+        if is_fixed or not _is_inexact(dtype) or self.call.before_groups:
             return wide
         values = wide.detach().numpy()
         flat = np.ascontiguousarray(values).reshape(-1)
