@@ -23,9 +23,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import opcheck
-from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
 from opcheck.large import judge_large
+from opcheck.outside import outside_everything
 from opcheck.sampled import Criterion
 
 PRODUCT_LIMIT = 0.06
@@ -154,7 +154,7 @@ def judged(a: Tensor, b: Tensor, y: Tensor, seed: int) -> bool:
         signature=(func, a.dtype, "contiguous", b.dtype, "contiguous"),
     )  # fmt: skip
     criterion = Criterion(name="calibrated", rtol=1e-4, atol=1e-5, seed=seed)
-    with _torch.outside_everything():
+    with outside_everything():
         found = judge_large(call, y, criterion)
     if isinstance(found, opcheck.SkipReason):
         raise TypeError(f"the product was skipped: {found}")

@@ -105,6 +105,6 @@ def __dir__() -> list[str]:
 
 
 if "torch" in sys.modules:
-    from opcheck._torch import kernels as _kernels
+    from opcheck.kernel_table import kernels as _kernels
 
     _kernels()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from opcheck import _torch
@@ -21,14 +20,17 @@ from opcheck.followers import Followers
 from opcheck.generators import generator_states, have_moved
 from opcheck.keepers import CallKeeper
 from opcheck.kernel_inputs import keep_inputs, keep_whole
+from opcheck.kernel_table import kernels
 from opcheck.large import prepare_large
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleTracker
+from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget
 from opcheck.policy import Described, Policy, describe, writes_overlapping
 from opcheck.records import SkipReason
 from opcheck.references import snapshot
 from opcheck.settings import Settings
+from opcheck.tensor_kinds import is_plain_tensor, unwraps_itself
 
 __all__ = ["Admission", "count_elements", "tensors_in"]
 
@@ -72,12 +74,12 @@ class Admission:
     ) -> Call | bool:
         """A Call to be checked or followed, True to count its result only, False for neither."""
         site = self._site(args)
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, _torch.HigherOrderOperator):
             self._count_higher_order(func.name(), site)
             return False
         index, occurrence = self._ledger.count((site.module, site.phase, func))
         traits = traits_of(func)
-        skip = SkipReason.UNWRAPPED if types and _torch.unwraps_itself(types) else traits.skip
+        skip = SkipReason.UNWRAPPED if types and unwraps_itself(types) else traits.skip
         if skip is not None:
             if not self._is_followed(traits, skip, args, kwargs, module=site.module, step=step):
                 return False
@@ -176,9 +178,9 @@ class Admission:
         if call.is_large:
             self._prepare_large(call)
         elif in_reach and (call.skipped is None or self._followers.follow_values):
-            with _torch.outside_everything():
+            with outside_everything():
                 snapshot(call)
-        if call.skipped is None and _torch.kernels().is_overridden(call.traits.qualified):
+        if call.skipped is None and kernels().is_overridden(call.traits.qualified):
             keep_inputs(call)
         if self._followers.is_on:
             self._followers.before(call, in_reach=in_reach and not call.is_large)
@@ -186,7 +188,7 @@ class Admission:
 
     def _prepare_large(self, call: Call) -> None:
         if call.skipped is None:
-            with _torch.outside_everything():
+            with outside_everything():
                 call.skipped = prepare_large(call, self._settings.seed)
             if call.skipped is not None:
                 self._ledger.skip(call.skipped, self._ledger.counts_of(call.signature))
@@ -209,7 +211,7 @@ class Admission:
         for leaf in leaves_of(out):
             if not isinstance(leaf.value, Tensor):
                 continue
-            if not _torch.is_plain_tensor(leaf.value):
+            if not is_plain_tensor(leaf.value):
                 return SkipReason.UNSUPPORTED_TYPE
             largest = max(largest, leaf.value.numel())
             dtype = leaf.value.dtype

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.calls import Call
+from opcheck.kernel_table import kernels
+from opcheck.outside import outside_everything
+from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["MAX_BYTES", "Beside"]
 
@@ -81,7 +84,7 @@ class Beside:
             self._forget()
             self._pool, self._process = None, os.getpid()
         room = self._max_bytes - self._held_bytes
-        with _torch.outside_everything():
+        with outside_everything():
             copied = _copied(call, out, room)
         if copied is None:
             return False
@@ -169,8 +172,8 @@ def _needs_nothing_live(call: Call) -> bool:
         or call.before_groups
         or call.rng_before is not None
         or call.site.phase == "optimizer"  # who owns what it writes to is asked by identity
-        or _torch.kernels().is_overridden(call.traits.qualified)
-        or _torch.kernels().original(call.traits.qualified) is None
+        or kernels().is_overridden(call.traits.qualified)
+        or kernels().original(call.traits.qualified) is None
     )
 
 
@@ -188,10 +191,10 @@ def _copied(call: Call, out: Any, room: int) -> tuple[Call, Any, int] | None:
     storages: dict[int, Any] = {}
     wanted = 0
     for tensor in leaves:
-        if not _torch.is_plain_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not is_plain_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage
+        storages[_torch.storage_id(storage)] = storage
         wanted += tensor.numel() * tensor.element_size()
     held = sum(storage.nbytes() for storage in storages.values())
     kept = sum(copy.numel() * copy.element_size() for copy in call.before.values())
@@ -206,7 +209,7 @@ def _copied(call: Call, out: Any, room: int) -> tuple[Call, Any, int] | None:
         known = copies.get(id(value))
         if known is None:
             known = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-                memory[value.untyped_storage()._cdata],
+                memory[_torch.memory_of(value)],
                 value.storage_offset(),
                 value.size(),
                 value.stride(),

@@ -23,6 +23,7 @@ from opcheck.compare import leaves_of
 from opcheck.printing import number
 from opcheck.records import Birth, OpRecord
 from opcheck.references import host_array
+from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["Births", "asks_for_nonfinite", "is_cast_to_half", "sentence"]
 
@@ -102,7 +103,7 @@ def _first_nonfinite(
         value = leaf.value
         if not (isinstance(value, Tensor) and _is_inexact(value)):
             continue
-        if not _torch.is_plain_tensor(value):
+        if not is_plain_tensor(value):
             continue
         array = host_array(value)
         wrong = ~np.isfinite(array)
@@ -117,7 +118,7 @@ def _inputs(call: Call) -> Iterator[tuple[Param, Tensor]]:
     """The tensor arguments as they were before the call."""
     for param, value in call.traits.bound(call.args, call.kwargs):
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            if not (isinstance(item, Tensor) and _torch.is_plain_tensor(item)):
+            if not (isinstance(item, Tensor) and is_plain_tensor(item)):
                 continue
             before = call.before.get(id(item))
             if not param.mutated:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opcheck._torch import is_composite, tags_of
+from opcheck import _torch
 from opcheck.records import SkipReason
 
 __all__ = ["Call", "OpTraits", "Param", "Site", "traits_of"]
@@ -155,9 +155,9 @@ _UNDECLARED_MUTATION = {
 @functools.cache
 def traits_of(func: Any) -> OpTraits:
     """Work out what to do with an overload from its schema and tags."""
-    schema = func._schema
+    schema = _torch.schema_of(func)
     namespace, _, base = schema.name.partition("::")
-    tags = tags_of(func)
+    tags = _torch.tags_of(func)
     undeclared = _UNDECLARED_MUTATION.get(base, ())
     params = tuple(_param(argument, undeclared) for argument in schema.arguments)
     overload = schema.overload_name
@@ -170,7 +170,8 @@ def traits_of(func: Any) -> OpTraits:
         maybe_random="nondeterministic_seeded" in tags,
         mutates=any(param.mutated for param in params),
         unreturned=_unreturned(schema, params),
-        may_alias=is_composite(func) or any(item.alias_info is not None for item in schema.returns),
+        may_alias=_torch.is_composite(func)
+        or any(item.alias_info is not None for item in schema.returns),
     )
 
 
@@ -206,7 +207,7 @@ def _param(argument: Any, undeclared: tuple[str, ...]) -> Param:
 def _static_skip(
     func: Any, namespace: str, base: str, tags: frozenset[str], params: tuple[Param, ...]
 ) -> SkipReason | None:
-    schema = func._schema
+    schema = _torch.schema_of(func)
     if namespace in _SIDE_EFFECTS:
         return SkipReason.SIDE_EFFECT
     if any(argument.is_out for argument in schema.arguments):

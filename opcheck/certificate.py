@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from opcheck import _torch
 from opcheck.golden import contents_kept
+from opcheck.modes import active_modes
 
 __all__ = ["Certificate", "Surroundings", "certify"]
-
-_MODULE_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_state_dict_hooks",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class Surroundings:
     def now(cls, model: nn.Module | None) -> Surroundings:
         """As they are; nothing is changed."""
         facts: dict[str, Any] = {
-            "dispatch modes": [id(mode) for mode in _torch.active_modes()],
+            "dispatch modes": [id(mode) for mode in active_modes()],
             "global hooks": _torch.global_hook_counts(),
             "grad mode": torch.is_grad_enabled(),
             "inference mode": torch.is_inference_mode_enabled(),
@@ -86,7 +82,7 @@ class Surroundings:
         for name, module in model.named_modules() if model is not None else ():
             facts[f"train/eval mode of {name or '<root>'}"] = module.training
             facts[f"hooks of {name or '<root>'}"] = {
-                kind: len(getattr(module, kind)) for kind in _MODULE_HOOKS
+                kind: len(table) for kind, table in _torch.hook_tables_of(module).items()
             }
         return cls(facts)
 
@@ -134,7 +130,7 @@ class _Kept:
             grad = parameter.grad
             self.gradients.append((parameter, grad, None if grad is None else grad.clone()))
         for module in self.model.modules():
-            hooks = {kind: dict(getattr(module, kind)) for kind in _MODULE_HOOKS}
+            hooks = {kind: dict(table) for kind, table in _torch.hook_tables_of(module).items()}
             self.modules.append((module, module.training, hooks))
         self.states = [copy.deepcopy(item.state_dict()) for item in self.optimizers]
         self.generators = _generators()
@@ -149,9 +145,9 @@ class _Kept:
                     grad.copy_(former)
         for module, training, hooks in self.modules:
             module.training = training
-            for kind, table in hooks.items():
-                getattr(module, kind).clear()
-                getattr(module, kind).update(table)
+            for kind, table in _torch.hook_tables_of(module).items():
+                table.clear()
+                table.update(hooks[kind])
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
             optimizer.load_state_dict(copy.deepcopy(state))
         torch.set_rng_state(self.generators[0])
@@ -209,7 +205,7 @@ def certify(
     kept = _Kept(model, tuple(optimizers))
 
     def run(context: AbstractContextManager[Any], *, keep: bool) -> dict[str, Any]:
-        versions = {id(tensor): tensor._version for tensor, _ in kept.tensors}
+        versions = {id(tensor): _torch.version_of(tensor) for tensor, _ in kept.tensors}
         surroundings = Surroundings.now(model)
         try:
             if keep:
@@ -254,7 +250,7 @@ def _left_behind(
     for kind, items in named:
         for name, tensor in items:
             found[f"{kind}s of {name}"] = _bits(tensor)
-            found[f"versions of {name}"] = tensor._version - versions.get(id(tensor), 0)
+            found[f"versions of {name}"] = _torch.version_of(tensor) - versions.get(id(tensor), 0)
     for name, parameter in kept.model.named_parameters():
         grad = parameter.grad
         found[f"gradients of {name}"] = None if grad is None else (_bits(grad), grad.stride())

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from opcheck import _torch
 from opcheck.calls import Call
 from opcheck.compare import is_missing_kernel, judge
 from opcheck.declared import DeclaredDtypes
 from opcheck.followers import Followers
 from opcheck.generators import restore_generators
 from opcheck.large import judge_large
+from opcheck.outside import outside_everything
 from opcheck.records import Blame, SkipReason
 from opcheck.references import choose
 from opcheck.sampled import Criterion, Judged
@@ -56,7 +56,7 @@ class Comparison:
             atol=self._settings.atol,
             half=any(dtype in _HALF for dtype in call.signature),
         )
-        with _torch.outside_everything():
+        with outside_everything():
             try:
                 return self._compared(call, out, rtol, atol)
             except (NotImplementedError, RuntimeError) as error:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from opcheck import _torch
 from opcheck.births import Births, sentence
 from opcheck.call_records import Entry, RunTag, record_of
 from opcheck.callers import CallerTracker
@@ -21,6 +20,7 @@ from opcheck.keepers import CallKeeper
 from opcheck.kernel_inputs import with_changed_inputs
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
+from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget
 from opcheck.policy import Policy
 from opcheck.records import OpRecord, Verdict
@@ -57,7 +57,7 @@ class Conclusions:
 
     def conclude(self, call: Call, out: Any, outcome: Outcome) -> None:
         """A call was compared: its record is written, or held until its module ends."""
-        with _torch.outside_everything():
+        with outside_everything():
             found = outcome.judged.found
             if call.in_kernel and found.passed:
                 found = with_changed_inputs(call, out, found)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opcheck._torch import call_kernel, kernels
+from opcheck import _torch
+from opcheck.kernel_table import call_kernel, kernels
 from opcheck.records import EXIT_STATUS, Verdict
 from opcheck.session import check
 
@@ -91,7 +92,7 @@ def _wrong_gelu() -> Iterator[None]:
     try:
         yield
     finally:
-        library._destroy()
+        _torch.destroy_library(library)
 
 
 def main(*, clean: bool = False, log_dir: str = "logs") -> int:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from opcheck import _torch
 from opcheck.calls import Call, OpTraits
-from opcheck.crashes import is_ours
 from opcheck.generators import generator_states, have_moved, restore_generators
+from opcheck.outside import is_ours, reference_depth
 from opcheck.records import Blame, Coverage, OpRecord, SkipReason
 from opcheck.references import Reference
 from opcheck.repeats import REPEATED_UNCHECKED, Repeats
@@ -66,7 +65,7 @@ class Followers:
         """The op gave `out`; its second run is kept in the call."""
         if self._repeats is None:
             return
-        depth = _torch.reference_depth()
+        depth = reference_depth()
         try:
             call.repeat = self._repeats.after(call, out)
         except BaseException as error:

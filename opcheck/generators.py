@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from opcheck import _torch
+from opcheck.outside import outside_everything
 
 __all__ = ["States", "generator_states", "have_moved", "restore_generators"]
 
@@ -28,7 +28,7 @@ def generator_states(args: tuple[Any, ...]) -> States:
 
 def have_moved(before: States, args: tuple[Any, ...]) -> bool:
     """True when an op on these arguments drew random numbers since."""
-    with _torch.outside_everything():
+    with outside_everything():
         now = generator_states(args)
         return any(
             left[1].numpy().tobytes() != right[1].numpy().tobytes()

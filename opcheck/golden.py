@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from opcheck import _torch
 from opcheck.calls import traits_of
+from opcheck.global_hooks import modules_undisturbed
 from opcheck.golden_rules import wider
+from opcheck.outside import outside_everything
 from opcheck.records import SkipReason
+from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["CannotRunAgainError", "OpTrace", "contents_kept", "run_module", "runs_again"]
 
@@ -64,7 +67,7 @@ class _Trace(_torch.TorchDispatchMode):
         return out
 
     def _objection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, _torch.HigherOrderOperator):
             return f"it runs {func.name()}"
         traits = traits_of(func)
         if traits.skip is SkipReason.SIDE_EFFECT:
@@ -80,7 +83,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(_torch.memory_of(tensor))
 
 
 def _copied(value: Any) -> Any:
@@ -145,7 +148,7 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not _torch.is_plain_tensor(tensor):  # sharded: its ops would talk to other ranks
+        if not is_plain_tensor(tensor):  # sharded: its ops would talk to other ranks
             raise CannotRunAgainError(f"{name} is no plain tensor")
         yield name, tensor
 
@@ -155,10 +158,10 @@ def _quietly(module: nn.Module) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     with (
-        _torch.outside_everything(),
+        outside_everything(),
         torch.no_grad(),
         _attributes_kept(module),
-        _torch.modules_undisturbed(module),
+        modules_undisturbed(module),
     ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:

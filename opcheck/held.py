@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from opcheck import _torch
 from opcheck.births import asks_for_nonfinite
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call
 from opcheck.compare import Judgement
-from opcheck.crashes import is_ours
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
+from opcheck.outside import is_ours, outside_everything, reference_depth
 from opcheck.records import OpRecord, Verdict
 
 __all__ = ["can_hold", "made_nonfinite", "with_origin"]
@@ -49,9 +48,9 @@ def with_origin(
     tracker: ModuleTracker | CallerTracker,
 ) -> OpRecord:
     """The final record of a held call, now that its module has ended with `output`."""
-    depth = _torch.reference_depth()
+    depth = reference_depth()
     try:
-        with tracker.looking_away(), _torch.outside_everything():
+        with tracker.looking_away(), outside_everything():
             born = judge_origin(
                 frame, kwargs, output, record.op, record.occurrence, tracker.random_calls
             )

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from opcheck._torch import (
-    TorchDispatchMode,
-    active_modes,
-    is_innermost,
-    unwraps_itself,
-    without_modes_above,
-)
+from opcheck._torch import TorchDispatchMode
+from opcheck.modes import active_modes, is_innermost, without_modes_above
 from opcheck.switch import SWITCH, Observer
+from opcheck.tensor_kinds import unwraps_itself
 
 if TYPE_CHECKING:
     from typing_extensions import Self

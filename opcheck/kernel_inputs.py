@@ -15,6 +15,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.calls import Call, Param
 from opcheck.compare import Judgement
+from opcheck.outside import outside_everything
 from opcheck.references import copy_strided, host_array, snapshot
 
 __all__ = ["keep_inputs", "keep_whole", "with_changed_inputs"]
@@ -28,7 +29,7 @@ def keep_inputs(call: Call) -> None:
     call.in_kernel = True
     if call.is_large:  # slices of what it changes were kept, and a copy of all costs too much
         return
-    with _torch.outside_everything(), contextlib.suppress(RuntimeError):
+    with outside_everything(), contextlib.suppress(RuntimeError):
         for _, tensor in _tensors(call):
             if id(tensor) not in call.before:
                 call.before[id(tensor)] = copy_strided(tensor)
@@ -40,19 +41,17 @@ def keep_whole(call: Call) -> None:
     The checks of large calls look at slices that they keep themselves.
     """
     twin = replace(call, before={}, before_groups=False)
-    with _torch.outside_everything(), contextlib.suppress(RuntimeError, MemoryError):
+    with outside_everything(), contextlib.suppress(RuntimeError, MemoryError):
         snapshot(twin)
         call.whole_before = twin.before
 
 
 def with_changed_inputs(call: Call, out: Any, found: Judgement) -> Judgement:
     """Fail a call that changed or gave back an argument which its schema does not let it."""
-    may_change = {
-        tensor.untyped_storage()._cdata for param, tensor in _tensors(call) if param.mutated
-    }
+    may_change = {_torch.memory_of(tensor) for param, tensor in _tensors(call) if param.mutated}
     for param, tensor in _tensors(call):
         before = call.before.get(id(tensor))
-        if before is None or tensor.untyped_storage()._cdata in may_change:
+        if before is None or _torch.memory_of(tensor) in may_change:
             continue
         if tensor.shape != before.shape or _bits(tensor) != _bits(before):
             reason = f"argument {param.name!r} was changed, which the schema does not allow"
@@ -64,10 +63,10 @@ def _with_shared_results(call: Call, out: Any, found: Judgement) -> Judgement:
     """A result that shares memory with an input would be changed with it by a later step."""
     if call.traits.may_alias:
         return found
-    memory = {tensor.untyped_storage()._cdata: param.name for param, tensor in _tensors(call)}
+    memory = {_torch.memory_of(tensor): param.name for param, tensor in _tensors(call)}
     for leaf in _torch.tree_leaves(out):
         if isinstance(leaf, Tensor) and leaf.numel():
-            name = memory.get(leaf.untyped_storage()._cdata)
+            name = memory.get(_torch.memory_of(leaf))
             if name is not None:
                 reason = f"a result shares memory with argument {name!r}, unlike the schema says"
                 return replace(found, passed=False, reason=reason)

@@ -19,6 +19,8 @@ from opcheck.calls import Call, traits_of
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, LogWriteError
 from opcheck.kernel_inputs import keep_inputs
+from opcheck.kernel_table import call_kernel, decomposition, kernels, with_number_tensors
+from opcheck.outside import running_reference
 from opcheck.pipeline import Pipeline
 from opcheck.policy import KernelPolicy
 from opcheck.records import Coverage, OpRecord, Verdict
@@ -38,7 +40,7 @@ def find_op(key: Any, namespace: str = "aten") -> Any:
     Raises:
         ArgumentError, ArgumentTypeError: there is no such op; the message names the key.
     """
-    if isinstance(key, torch._ops.OpOverload):
+    if isinstance(key, _torch.OpOverload):
         return key
     if not isinstance(key, str):
         raise ArgumentTypeError(
@@ -58,7 +60,7 @@ def find_op(key: Any, namespace: str = "aten") -> Any:
 
 def wrap_kernel(func: Any, kernel: Callable[..., Any], switch: KernelSwitch) -> Callable[..., Any]:
     """`kernel`, which computes the overload `func`, with a check; off, it costs a flag test."""
-    _torch.kernels().note(
+    kernels().note(
         traits_of(func).qualified, registrant=str(getattr(kernel, "__module__", None) or "")
     )
     switch.has_kernels = True
@@ -79,7 +81,7 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if _torch.running_reference():
+    if running_reference():
         return _stand_in(func, kernel)(*args, **kwargs)
     if switch.is_silenced:
         return kernel(*args, **kwargs)
@@ -116,10 +118,10 @@ def _stand_in(func: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
         traits = traits_of(func)
         if not _is_on_cpu(args, kwargs):  # torch has no other kernel for that device
             return kernel(*args, **kwargs)
-        original = _torch.kernels().original(traits.qualified)
+        original = kernels().original(traits.qualified)
         if original is not None:
-            return _torch.call_kernel(original, _torch.with_number_tensors(func, args), kwargs)
-        formula = _torch.decomposition(func)
+            return call_kernel(original, with_number_tensors(func, args), kwargs)
+        formula = decomposition(func)
         return (formula or kernel)(*args, **kwargs)
 
     return run

@@ -76,7 +76,7 @@ def spaces_of(call: Call) -> list[Space]:
 
 
 def _default(call: Call, name: str) -> Any:
-    for item in call.func._schema.arguments:
+    for item in _torch.schema_of(call.func).arguments:
         if item.name == name:
             return item.default_value if item.has_default_value() else None
     return None

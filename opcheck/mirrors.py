@@ -84,7 +84,7 @@ class Mirrors:
         flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
         values = to_host(flat).to(torch.float64, copy=True)
         mirror = _Mirror(_torch.StorageWeakRef(storage), dtype, values)
-        self._mirrors[storage._cdata] = mirror
+        self._mirrors[_torch.storage_id(storage)] = mirror
         self.num_bytes += 8 * count
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         return True
@@ -94,7 +94,7 @@ class Mirrors:
         if tensor.is_conj() or tensor.is_neg() or not self.ensure(tensor):
             self.drop(tensor)
             return False
-        mirror = self._mirrors[tensor.untyped_storage()._cdata]
+        mirror = self._mirrors[_torch.memory_of(tensor)]
         _view(mirror, tensor).copy_(values)
         return True
 
@@ -111,7 +111,7 @@ class Mirrors:
 
     def drop(self, tensor: Tensor) -> None:
         """The whole storage of a tensor is as it should be from now on."""
-        self._remove(tensor.untyped_storage()._cdata)
+        self._remove(_torch.memory_of(tensor))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -122,7 +122,7 @@ class Mirrors:
 
     def _find(self, tensor: Tensor) -> _Mirror | None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = _torch.storage_id(storage)
         mirror = self._mirrors.get(key)
         if mirror is None:
             return None

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from opcheck import _torch
 from opcheck.calls import Site
+from opcheck.global_hooks import register_module_hooks, register_optimizer_hooks
+from opcheck.tensor_kinds import held_tensors
 
 __all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn", "find_user_frame", "spell_line"]
 
@@ -116,10 +118,10 @@ class ModuleTracker:
         if model is not None:
             self._add_root(model)
         timed = self._timed
-        self._removers += _torch.register_module_hooks(
+        self._removers += register_module_hooks(
             timed(self._before_module), timed(self._after_module)
         )
-        self._removers += _torch.register_optimizer_hooks(
+        self._removers += register_optimizer_hooks(
             timed(self._before_step), timed(self._after_step)
         )
 
@@ -285,7 +287,7 @@ class ModuleTracker:
         for root in self._roots:
             for module in root.modules():
                 fqn = self._names.get(module, "")
-                for parameter in module._parameters.values():
+                for parameter in _torch.own_parameters(module).values():
                     owners.setdefault(id(parameter), fqn)
         state = getattr(optimizer, "state", {})
         self._state_size = _size_of(state)
@@ -297,7 +299,7 @@ class ModuleTracker:
                 known = (parameter, parameter.grad, *state.get(parameter, {}).values())
                 for value in known:
                     if isinstance(value, Tensor):
-                        for tensor in (value, *_torch.held_tensors(value)):
+                        for tensor in (value, *held_tensors(value)):
                             owners[id(tensor)] = owner
 
     def owner(self, tensors: Iterable[Any]) -> str:
@@ -347,7 +349,7 @@ class ModuleTracker:
         node = _torch.current_autograd_node()
         if node is None:
             return None
-        sequence_nr = node._sequence_nr()
+        sequence_nr = _torch.sequence_nr_of(node)
         return self._origins.get(sequence_nr) or self._older_origins.get(sequence_nr)
 
     def _gradient_owner(self) -> str:
@@ -433,7 +435,9 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:
-    return [arg._version for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
+    return [
+        _torch.version_of(arg) for arg in args if isinstance(arg, Tensor) and not arg.is_inference()
+    ]
 
 
 def find_user_frame(frame: FrameType | None, known: dict[CodeType, bool]) -> FrameType | None:

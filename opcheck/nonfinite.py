@@ -80,7 +80,11 @@ def _hindrance(
         return "its module had non-finite inputs"
     if not runs_again(frame.args, kwargs):
         return "its module cannot be run again (an input is no plain value)"
-    now = [arg._version for arg in frame.args if isinstance(arg, Tensor) and not arg.is_inference()]
+    now = [
+        _torch.version_of(arg)
+        for arg in frame.args
+        if isinstance(arg, Tensor) and not arg.is_inference()
+    ]
     if now != frame.versions:
         return "its module changed its inputs"
     if random_calls != frame.random_calls:

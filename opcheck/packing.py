@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opcheck import _torch
+
 __all__ = ["Packed", "View", "map_tree", "nbytes_of", "pack", "tree_items", "unpack"]
 
 ALIGNMENT = 16
@@ -132,7 +134,7 @@ def _groups(tree: Any) -> dict[int, list[Tensor]]:
     groups: dict[int, list[Tensor]] = {}
     for item in tree_items(tree):
         if isinstance(item, Tensor):
-            groups.setdefault(item.untyped_storage()._cdata, []).append(item.detach())
+            groups.setdefault(_torch.memory_of(item), []).append(item.detach())
     return groups
 
 
@@ -165,7 +167,7 @@ def pack(tree: Any, before: Mapping[int, Tensor] | None = None) -> Packed:
     views: dict[int, View] = {}
     for item in tree_items(tree):
         if isinstance(item, Tensor) and id(item) not in views:
-            place, first = begins[item.untyped_storage()._cdata]
+            place, first = begins[_torch.memory_of(item)]
             views[id(item)] = _view_of(item, place, first)
     packed = Packed(
         map_tree(tree, lambda item: views[id(item)] if isinstance(item, Tensor) else item), storages
@@ -208,7 +210,7 @@ def placed(storage: Tensor, view: View) -> Tensor:
     tensor = flat.as_strided(view.size, view.stride, view.offset)
     if view.is_conj:
         tensor = tensor.conj()
-    return tensor._neg_view() if view.is_neg else tensor
+    return _torch.neg_view(tensor) if view.is_neg else tensor
 
 
 def unpack(packed: Packed, *, device: str | None = None) -> Any:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from opcheck import _torch
 from opcheck.admission import Admission, count_elements
 from opcheck.beside import Beside
 from opcheck.births import Births
@@ -22,12 +21,12 @@ from opcheck.callers import CallerTracker
 from opcheck.calls import Call
 from opcheck.comparison import Comparison
 from opcheck.conclusions import Conclusions
-from opcheck.crashes import is_ours
 from opcheck.followers import Followers
 from opcheck.keepers import CallKeeper
 from opcheck.leaving import Exhaustion
 from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
+from opcheck.outside import is_ours, outside_everything, reference_depth
 from opcheck.overhead import OverheadBudget
 from opcheck.policy import Policy
 from opcheck.records import Coverage, OpRecord, SkipReason
@@ -88,7 +87,7 @@ class Pipeline:
         """A Call to be checked, True to count its result only, False for neither."""
         with self.lock:
             seen = self.ledger.seen
-            depth = _torch.reference_depth()
+            depth = reference_depth()
             try:
                 return self._admission.decide(func, types, args, kwargs, step=self.step)
             except BaseException as error:
@@ -103,7 +102,7 @@ class Pipeline:
         if follows:  # not under the lock: a kernel may wait for its own threads
             self._timed(self._followers.run_again, call, out)
         with self.lock:
-            depth = _torch.reference_depth()
+            depth = reference_depth()
             try:
                 if call is True or (isinstance(call, Call) and call.counted):
                     self.ledger.elements_seen += count_elements(out)
@@ -155,7 +154,7 @@ class Pipeline:
     def _look_at_unchecked(self, call: Call, out: Any) -> None:
         if call.skipped in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE):
             return
-        with _torch.outside_everything():
+        with outside_everything():
             self._births.look(call, out, "")
 
     def _timed(self, work: Callable[..., None], *args: Any) -> None:
@@ -178,7 +177,7 @@ class Pipeline:
 
     def _settled(self, call: Call, out: Any, result: Callable[[], Any]) -> None:
         """A worker is done with a call: the rest, in the step's thread and in order of dispatch."""
-        depth = _torch.reference_depth()
+        depth = reference_depth()
         counts = self.ledger.counts_of(call.signature)
         try:
             outcome = result()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opcheck import _torch
 from opcheck.calls import Call, OpTraits, traits_of
 from opcheck.globs import module_matches, op_matches
 from opcheck.records import OpRecord, SkipReason, Verdict
 from opcheck.settings import Settings
+from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["Described", "KernelPolicy", "Policy", "describe", "writes_overlapping"]
 
@@ -79,7 +79,7 @@ def _add(found: Described, tensor: Tensor) -> None:
     if dtype in _INEXACT:
         found.inexact = True
     # the type first: asking a fake or jagged tensor for its device or layout dispatches an op
-    if dtype in _UNSUPPORTED_DTYPES or not _torch.is_plain_tensor(tensor):
+    if dtype in _UNSUPPORTED_DTYPES or not is_plain_tensor(tensor):
         found.unsupported = True
         found.key += (dtype, "other")
         return

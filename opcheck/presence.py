@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from opcheck import _torch
+from opcheck.global_hooks import register_module_hooks, register_optimizer_hooks
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
@@ -128,7 +129,7 @@ class _StepEnd:
         """Once; what was awaited before is not any more."""
         self.remove()
         self._thread = threading.get_ident()
-        self._removers += _torch.register_optimizer_hooks(_nothing, self._after_step)
+        self._removers += register_optimizer_hooks(_nothing, self._after_step)
 
     def remove(self) -> None:
         """Await nothing."""
@@ -140,7 +141,7 @@ class _StepEnd:
     def _after_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread and not self._has_stepped:
             self._has_stepped = True
-            self._removers += _torch.register_module_hooks(self._before_module, _nothing)
+            self._removers += register_module_hooks(self._before_module, _nothing)
 
     def _before_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if (

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opcheck import _torch
 from opcheck.calls import Call
 from opcheck.errors import ReproError
+from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, map_tree, nbytes_of, pack, tree_items
 from opcheck.records import OpRecord, Verdict, from_json, to_json
 from opcheck.repro_files import MIB, write_atomically
@@ -124,7 +124,7 @@ def _results(call: Call, out: Any) -> Packed:
         if param.mutated and value is not None
     }
     marked = map_tree(out, lambda item: Argument(places[id(item)]) if id(item) in places else item)
-    with _torch.outside_everything():
+    with outside_everything():
         return pack({"out": marked, "written": written})
 
 

@@ -31,6 +31,7 @@ from opcheck.golden_rules import (
     Bound,
     wider,
 )
+from opcheck.kernel_table import call_kernel, decomposition, kernels
 from opcheck.records import SkipReason
 
 __all__ = [
@@ -243,7 +244,7 @@ class Reference:
 def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
     """Who plays the reference of a call, or why nobody can."""
     traits = call.traits
-    table = _torch.kernels()
+    table = kernels()
     overridden = table.is_overridden(traits.qualified)
     kernel = table.original(traits.qualified)
     if traits.base in NO_FLOAT64 and not (kernel and (on_device or overridden)):
@@ -258,7 +259,7 @@ def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
         return Reference(call, "float64", run, seed, makes_floats)
     if not traits.name.startswith(("aten.", "prims.")):
         return SkipReason.NO_CPU_KERNEL
-    formula = _torch.decomposition(call.func)
+    formula = decomposition(call.func)
     if formula is None:
         return SkipReason.REFERENCE_NOT_AVAILABLE
     run = partial(_call_formula, formula)
@@ -269,12 +270,12 @@ def in_float64(call: Call, *, seed: int) -> Reference | None:
     """The op in float64, whether or not that would be a judge; None where nothing computes it."""
     if call.traits.base in NO_FLOAT64:
         return None
-    kernel = _torch.kernels().original(call.traits.qualified)
+    kernel = kernels().original(call.traits.qualified)
     if kernel is not None:
         return Reference(call, "float64", partial(_call_kernel, kernel), seed, _makes_floats(call))
     if not call.traits.name.startswith(("aten.", "prims.")):
         return None
-    formula = _torch.decomposition(call.func)
+    formula = decomposition(call.func)
     if formula is None:
         return None
     run = partial(_call_formula, formula)
@@ -318,7 +319,7 @@ def _makes_floats(call: Call) -> bool:
 
 
 def _call_kernel(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _torch.call_kernel(kernel, tuple(args), kwargs)
+    return call_kernel(kernel, tuple(args), kwargs)
 
 
 def _call_formula(formula: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -340,7 +341,7 @@ def snapshot(call: Call) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, Tensor):
                 continue
-            storage = tensor.untyped_storage()._cdata
+            storage = _torch.memory_of(tensor)
             group = by_storage.setdefault(storage, [])
             if all(tensor is not item for item in group):
                 group.append(tensor)
@@ -401,7 +402,7 @@ def _cloned_together(before: dict[int, Tensor]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for key, tensor in before.items():
         storage = tensor.untyped_storage()
-        own = storages.setdefault(storage._cdata, storage.clone())
+        own = storages.setdefault(_torch.storage_id(storage), storage.clone())
         view = torch.empty(0, dtype=tensor.dtype)
         view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
         found[key] = view
@@ -411,12 +412,12 @@ def _cloned_together(before: dict[int, Tensor]) -> dict[int, Tensor]:
 def _widened_like(call: Call, source: Tensor, dtype: torch.dtype) -> Tensor:
     """The widened view of shared memory: one float64 storage for all views of one storage."""
     storage = source.untyped_storage()
-    shared = call.wide_storages.get(storage._cdata)
+    shared = call.wide_storages.get(_torch.storage_id(storage))
     if shared is None:
         flat = torch.empty(0, dtype=source.dtype)
         size = storage.nbytes() // source.element_size()
         flat.set_(storage, 0, (size,), (1,))
-        shared = call.wide_storages[storage._cdata] = (source.dtype, flat.to(dtype))
+        shared = call.wide_storages[_torch.storage_id(storage)] = (source.dtype, flat.to(dtype))
     if shared[0] != source.dtype:
         raise NotImplementedError("views of one memory in several dtypes have no float64 twin")
     return shared[1].as_strided(source.size(), source.stride(), source.storage_offset())

@@ -22,6 +22,7 @@ from loguru import logger
 
 from opcheck import _torch
 from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.kernel_table import kernels
 from opcheck.kernelcheck import CHECKS, KernelCheck, find_op, wrap_kernel
 from opcheck.records import Coverage
 from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
@@ -36,7 +37,7 @@ __all__ = [
 
 Kernel = Callable[..., Any]
 
-_torch.kernels()  # torch's own kernels, before anybody can register others through this module
+kernels()  # torch's own kernels, before anybody can register others through this module
 
 
 def enable_precision_check(

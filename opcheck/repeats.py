@@ -24,10 +24,14 @@ from opcheck.calls import Call
 from opcheck.compare import leaves_of
 from opcheck.golden_rules import COMPARED_OUTPUTS
 from opcheck.intercept import CheckMode
+from opcheck.kernel_table import kernels
 from opcheck.ledger import Signature
+from opcheck.modes import active_modes
+from opcheck.outside import as_in_the_step, outside_everything
 from opcheck.records import RepeatDifference, SkipReason
 from opcheck.references import host_array
 from opcheck.switch import SWITCH
+from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["REPEATED_UNCHECKED", "Repeat", "Repeats"]
 
@@ -93,7 +97,7 @@ class Repeats:
                 self._not_run[reason] += 1
                 return
             self._attempts[call.signature] += 1
-        with _torch.outside_everything():
+        with outside_everything():
             draws = call.traits.maybe_random or call.skipped is SkipReason.RANDOM
             call.repeat = _Prepared(_copies(call), _states(call) if draws else [])
 
@@ -111,7 +115,7 @@ class Repeats:
         try:
             for source, state in prepared.states:
                 _set_state(source, state)
-            with SWITCH.silenced(), _torch.as_in_the_step():
+            with SWITCH.silenced(), as_in_the_step():
                 again = call.func(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the second run is ours
             with self._lock:
@@ -120,7 +124,7 @@ class Repeats:
         finally:
             for source, state in now:
                 _set_state(source, state)
-        with _torch.outside_everything():
+        with outside_everything():
             found = _compare(call, (out, _written(call, call.args, call.kwargs)),
                              (again, _written(call, args, kwargs)))  # fmt: skip
         with self._lock:
@@ -161,7 +165,7 @@ class Repeats:
         if call.skipped is not None and call.skipped not in REPEATED_UNCHECKED:
             return str(call.skipped)
         tensors = list(_all_tensors((call.args, call.kwargs)))
-        if not all(map(_torch.is_plain_tensor, tensors)):
+        if not all(map(is_plain_tensor, tensors)):
             return str(SkipReason.UNSUPPORTED_TYPE)
         if any(tensor.numel() > self._max_numel for tensor in tensors):
             return str(SkipReason.TOO_LARGE)
@@ -169,9 +173,9 @@ class Repeats:
             return str(SkipReason.BUDGET_USED_UP)
         namespace = call.traits.name.partition(".")[0]
         name = call.traits.qualified
-        if namespace not in _NAMESPACES and not _torch.kernels().is_overridden(name):
+        if namespace not in _NAMESPACES and not kernels().is_overridden(name):
             return f"an op of {namespace}, which may do more than compute"
-        if any(type(mode) is not CheckMode for mode in _torch.active_modes()):
+        if any(type(mode) is not CheckMode for mode in active_modes()):
             return "another dispatch mode takes part in it"
         return ""
 
@@ -191,17 +195,16 @@ def _written(call: Call, args: Any, kwargs: Any) -> list[Any]:
 def _copies(call: Call) -> dict[int, Tensor]:
     """Copies, on the device, of what the op writes to and of all that shares its memory."""
     written = {
-        tensor.untyped_storage()._cdata
-        for tensor in _all_tensors(_written(call, call.args, call.kwargs))
+        _torch.memory_of(tensor) for tensor in _all_tensors(_written(call, call.args, call.kwargs))
     }
     copies: dict[int, Tensor] = {}
     storages: dict[int, Any] = {}
     for tensor in _all_tensors((call.args, call.kwargs)) if written else ():
         storage = tensor.untyped_storage()
-        if storage._cdata not in written or id(tensor) in copies:
+        if _torch.storage_id(storage) not in written or id(tensor) in copies:
             continue
-        own = storages.setdefault(storage._cdata, None) or storage.clone()
-        storages[storage._cdata] = own
+        own = storages.setdefault(_torch.storage_id(storage), None) or storage.clone()
+        storages[_torch.storage_id(storage)] = own
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         copy.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
         copies[id(tensor)] = copy
@@ -232,7 +235,7 @@ def _state(source: Any) -> Tensor:
 
 
 def _set_state(source: Any, state: Tensor) -> None:
-    with _torch.outside_everything():
+    with outside_everything():
         if isinstance(source, torch.Generator):
             source.set_state(state)
         elif source == "cpu":
@@ -264,7 +267,7 @@ def _compare(call: Call, first: Any, second: Any) -> Repeat:
             if not isinstance(left.value, Tensor):
                 num_out += not (left.value == right.value or left.value is right.value)
                 continue
-            if not _torch.is_plain_tensor(left.value):
+            if not is_plain_tensor(left.value):
                 continue
             got, again = host_array(left.value), host_array(right.value)
             num_elements += got.size

@@ -115,11 +115,11 @@ def replay_folder(folder: Path, *, load: Sequence[str]) -> int:
     Raises:
         ReproError: a library cannot be loaded.
     """
-    from opcheck import _torch
     from opcheck.drift import Drift
+    from opcheck.kernel_table import kernels
     from opcheck.recorded_calls import read_call, recorded_files
 
-    _torch.kernels()  # torch's own are known before any other is loaded
+    kernels()  # torch's own are known before any other is loaded
     _load(load)
     drift = Drift()
     counts: Counter[str] = Counter()

@@ -12,6 +12,8 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.calls import OpTraits
 from opcheck.golden_rules import wider
+from opcheck.kernel_table import kernels
+from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, tree_items
 from opcheck.records import Metrics
 from opcheck.repro_limits import Limit, limits_of
@@ -223,7 +225,7 @@ def _spell_metrics(metrics: Metrics) -> str:
 
 def registrations(traits: OpTraits, device: str) -> list[Registered]:
     """Kernels in force that are not torch's own: of the op, and of any that it may call."""
-    table = _torch.kernels()
+    table = kernels()
     found = []
     for name in sorted({traits.qualified, *table.overridden}):
         for kind in dict.fromkeys((device, "cpu")):
@@ -250,7 +252,7 @@ def script_of(
         TypeError: an argument cannot be written as Python.
         Anything that the reference raises.
     """
-    with _torch.outside_everything():
+    with outside_everything():
         views = again.names_of(arguments)
         writer = _Writer(kept, arguments, again, Tensors(arguments, {}), views, [])
         writer.limits = _limits(writer, is_origin=is_origin)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from opcheck import _torch
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, judge
 from opcheck.declared import DeclaredDtypes
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
+from opcheck.modes import without_modes
+from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, map_tree, pack, tree_items, unpack
 from opcheck.policy import describe
 from opcheck.records import OpRecord, SkipReason
@@ -78,7 +79,7 @@ class Again:
 
 def keep(call: Call, record: OpRecord, state: RunState, *, seed: int) -> KeptCall:
     """Copy a call that was just judged; what it wrote to is kept as it was before."""
-    with _torch.outside_everything():
+    with outside_everything():
         arguments = pack((call.args, call.kwargs), {**call.before, **call.whole_before})
     return KeptCall(
         func=call.func, arguments=arguments, record=record, state=state, on_device=call.on_device,
@@ -111,16 +112,16 @@ def run_again(kept: KeptCall, arguments: Packed) -> Again:
         NotJudged: there is no reference.
         Anything that the reference or the kernel raises.
     """
-    with _torch.outside_everything():
+    with outside_everything():
         call = _call_of(kept, arguments, None)
         snapshot(call)
         if kept.in_kernel:
             keep_inputs(call)
         reference = _reference(kept, call)
         _ = reference.baseline() if reference.has_baseline else reference.golden()
-    with _as_it_was(kept.state), _torch.without_modes(), SWITCH.silenced():
+    with _as_it_was(kept.state), without_modes(), SWITCH.silenced():
         out = kept.func(*call.args, **call.kwargs)
-    with _torch.outside_everything():
+    with outside_everything():
         return Again(call, out, reference, _judged(kept, call, out, reference))
 
 
@@ -144,7 +145,7 @@ def judge_results(kept: KeptCall, results: Packed) -> Again:
         NotJudged: there is no reference.
         Anything that the reference raises.
     """
-    with _torch.outside_everything():
+    with outside_everything():
         call = _call_of(kept, kept.arguments, "cpu")
         call.tf32 = _had_tf32(kept)
         snapshot(call)

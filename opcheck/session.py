@@ -14,11 +14,12 @@ import torch
 from loguru import logger
 from torch import nn
 
-from opcheck import _torch
 from opcheck.blame import render_blame
 from opcheck.certificate import Certificate, Surroundings, certify
+from opcheck.compiled_regions import compiled_regions
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, PrecisionError
+from opcheck.kernel_table import kernels
 from opcheck.modules import ModuleTracker
 from opcheck.overhead import OverheadBudget
 from opcheck.pipeline import Pipeline
@@ -349,7 +350,7 @@ class Session:
         return self
 
     def _enter(self, exits: contextlib.ExitStack) -> None:
-        _torch.kernels().look_again()
+        kernels().look_again()
         self._surroundings = Surroundings.now(self._tracker.model)
         self._files.open()
         exits.callback(self._files.close)
@@ -358,7 +359,7 @@ class Session:
             self._files.header(self._header)
         else:
             self.next_step()
-        exits.enter_context(_torch.compiled_regions.listening(self._compiled_region_ran))
+        exits.enter_context(compiled_regions.listening(self._compiled_region_ran))
         observer: Observer = self._pipeline
         if self._budget is not None:
             observer = Stopwatch(self._pipeline, self._budget)

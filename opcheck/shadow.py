@@ -25,9 +25,11 @@ from opcheck.calls import Call, Param
 from opcheck.compare import leaves_of
 from opcheck.golden_rules import COMPARED_OUTPUTS, argument
 from opcheck.mirrors import Mirrors
+from opcheck.outside import outside_everything
 from opcheck.reconstruct import RECONSTRUCTED
 from opcheck.records import Blame, SkipReason
 from opcheck.references import Reference, Result, host_array, in_float64, to_host
+from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["Shadow", "is_followed", "worded"]
 
@@ -88,7 +90,7 @@ class Shadow:
             return
         if call.skipped in _NOT_FOLLOWED:
             return
-        with _torch.outside_everything():
+        with outside_everything():
             for param, tensor in _tensors(call):
                 if param.mutated and self._may_mirror(tensor) and not self.mirrors.ensure(tensor):
                     self._no_room += 1
@@ -99,7 +101,7 @@ class Shadow:
         """The op gave `out`: run its float64 twin. With a `reference`, measure both."""
         call.followed = True
         try:
-            with _torch.outside_everything():
+            with outside_everything():
                 if skip in _NOT_FOLLOWED and call.traits.base != "native_dropout":
                     self.restart(call, str(skip))
                     return None
@@ -148,7 +150,7 @@ class Shadow:
         base = call.traits.base
         leaves = _torch.tree_leaves((call.args, call.kwargs, out))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not all(map(_torch.is_plain_tensor, tensors)):
+        if not all(map(is_plain_tensor, tensors)):
             self.restart(call, str(SkipReason.UNSUPPORTED_TYPE))
         elif any(tensor.numel() > self._max_numel for tensor in tensors):
             self.restart(call, str(SkipReason.TOO_LARGE))
@@ -194,10 +196,10 @@ class Shadow:
 
     def _take(self, call: Call, out: Any, result: Result) -> None:
         """Give the results of the step the values of the float64 run."""
-        given = {tensor.untyped_storage()._cdata for tensor in _all_tensors(call)}
+        given = {_torch.memory_of(tensor) for tensor in _all_tensors(call)}
         whole = True
         for actual, wanted in _pairs(call, out, result.out):
-            if actual.untyped_storage()._cdata not in given:
+            if _torch.memory_of(actual) not in given:
                 whole &= self._write(actual, wanted)
         for actual, wanted in _pairs(call, _written(call), result.written, written=True):
             if self.mirrors.get(actual) is None:  # it was resized, or there was no room
@@ -257,11 +259,7 @@ class Shadow:
     # ---- numbers ----
 
     def _may_mirror(self, tensor: Tensor) -> bool:
-        return (
-            _torch.is_plain_tensor(tensor)
-            and _is_inexact(tensor)
-            and tensor.numel() <= self._max_numel
-        )
+        return is_plain_tensor(tensor) and _is_inexact(tensor) and tensor.numel() <= self._max_numel
 
     def _input_error(self, call: Call) -> float:
         worst = 0.0
@@ -338,14 +336,14 @@ def _inexact(value: Any) -> Iterator[Tensor]:
 def _tensors(call: Call) -> Iterator[tuple[Param, Tensor]]:
     for param, value in call.traits.bound(call.args, call.kwargs):
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor) and _torch.is_plain_tensor(item):
+            if isinstance(item, Tensor) and is_plain_tensor(item):
                 yield param, item
 
 
 def _all_tensors(call: Call) -> Iterator[Tensor]:
     """Nested lists included: collectives take lists of lists."""
     for leaf in _torch.tree_leaves((call.args, call.kwargs)):
-        if isinstance(leaf, Tensor) and _torch.is_plain_tensor(leaf):
+        if isinstance(leaf, Tensor) and is_plain_tensor(leaf):
             yield leaf
 
 
@@ -366,7 +364,7 @@ def _pairs(
         )
         if (chosen is None or number in chosen)
         and isinstance(left.value, Tensor)
-        and _torch.is_plain_tensor(left.value)
+        and is_plain_tensor(left.value)
         and _is_inexact(left.value)
     ]
 

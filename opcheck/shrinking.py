@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opcheck import _torch
+from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, map_tree, placed, tree_items
 
 __all__ = ["Shrunk", "shrink"]
@@ -100,7 +100,7 @@ class _Search:
         tree = map_tree(
             arguments.tree, lambda item: slots[item] if isinstance(item, View) else item
         )
-        with _torch.outside_everything():
+        with outside_everything():
             values = tuple(
                 placed(arguments.storages[view.storage], view).clone(
                     memory_format=torch.contiguous_format
@@ -119,7 +119,7 @@ class _Search:
         views: dict[int, View] = {}
         shared: dict[int, int] = {}
         used = {item.number for item in tree_items(candidate.tree) if isinstance(item, _Slot)}
-        with _torch.outside_everything():
+        with outside_everything():
             for slot in sorted(used):
                 view, values = self._views[slot], candidate.values[slot]
                 if values is not None:
@@ -274,7 +274,7 @@ def _changed(
     values: Tensor, change: Callable[[Tensor], Tensor | None], place: int | None = None
 ) -> Tensor | None:
     """Changed in one element or in all; None: that is how it is already."""
-    with _torch.outside_everything():
+    with outside_everything():
         old = values if place is None else values.view(-1)[place]
         new = change(old)
         if new is None or torch.equal(new, old):
@@ -347,7 +347,7 @@ def _cut_to(candidate: _Candidate, places: list[_Place], keep: list[int]) -> _Ca
         else:
             old = values[where]
             if old is not None:
-                with _torch.outside_everything():
+                with outside_everything():
                     values[where] = old.index_select(dim, index)
     return _Candidate(tree, tuple(values))
 

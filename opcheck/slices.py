@@ -164,7 +164,7 @@ def keep(call: Call, cut: Cut) -> Kept:
     """Cut the arguments of a call that is about to change some of them."""
     pairs = _bound(call)
     written = {
-        tensor.untyped_storage()._cdata
+        _torch.memory_of(tensor)
         for param, value in pairs
         if param.mutated
         for tensor in _torch.tree_leaves(value)
@@ -173,7 +173,7 @@ def keep(call: Call, cut: Cut) -> Kept:
 
     def own(value: Any) -> Any:
         """Not the memory that the op writes to: a tensor that stayed whole is copied."""
-        if isinstance(value, Tensor) and value.untyped_storage()._cdata in written:
+        if isinstance(value, Tensor) and _torch.memory_of(value) in written:
             return value.clone()
         return value
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from opcheck import _torch
 from opcheck.calls import Call
 from opcheck.intercept import CheckMode
+from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget, Place
 from opcheck.switch import Observer
 
@@ -118,7 +118,7 @@ def dispatch_seconds() -> float:
             torch.ops.aten.detach.default(tensor)
         return (perf_counter() - start) / _CALLS
 
-    with _torch.outside_everything():
+    with outside_everything():
         tensor = torch.zeros(1, device="cpu")
         plain = min(calls() for _ in range(_TRIALS))
         with CheckMode(_Nobody()):

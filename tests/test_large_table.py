@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
+from opcheck.kernel_table import decomposition
 from opcheck.large_table import POINTWISE, SPACES, is_pointwise, spaces_of
 from opcheck.slices import Pick, part_of_slices, strata
 
@@ -208,7 +209,7 @@ def overload(name: str) -> Any:
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """By the kernel, else (no CPU kernel) by the formula."""
-    formula = _torch.decomposition(func) if func in NO_CPU_KERNEL else None
+    formula = decomposition(func) if func in NO_CPU_KERNEL else None
     return (formula or func)(*_torch.tree_map(own, args), **kwargs)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
 from opcheck.large import judge_large
+from opcheck.outside import outside_everything
 from opcheck.projection import Product, project
 from opcheck.sampled import Criterion
 
@@ -54,7 +54,7 @@ def judged(a, b, y, **options):
         step=0, occurrence=0, signature=(func, a.dtype, "contiguous", b.dtype, "contiguous"),
         source="", out_dtype=y.dtype, **options,
     )  # fmt: skip
-    with _torch.outside_everything():
+    with outside_everything():
         return judge_large(call, y, CRITERION).found
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import opcheck
-from opcheck import _torch
 from opcheck.calls import traits_of
+from opcheck.kernel_table import call_kernel, kernels, with_number_tensors
 from opcheck.kernelcheck import find_op
 from tests.registering import enabled, log_lines, registered
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 def own_kernel(func: Any, kernel: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _torch.call_kernel(kernel, _torch.with_number_tensors(func, args), kwargs)
+        return call_kernel(kernel, with_number_tensors(func, args), kwargs)
 
     return run
 
@@ -39,7 +39,7 @@ def own_kernel(func: Any, kernel: Any) -> Callable[..., Any]:
 def own_kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Torch's kernels by op key, those that would be skipped left out."""
     for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CPU")):  # noqa: TID251
-        kernel = _torch.kernels().original(name)
+        kernel = kernels().original(name)
         if name.startswith("aten::") and kernel is not None:
             func = find_op(name)
             if traits_of(func).skip is None:

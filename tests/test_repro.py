@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import opcheck
-from opcheck import _torch
+from opcheck.kernel_table import KernelTable, call_kernel, kernels
 from opcheck.packing import nbytes_of, pack, tree_items, unpack
 from opcheck.repro_call import script_of
 from opcheck.repro_tensors import spell_value
@@ -74,7 +74,7 @@ def test_reproducer_of_a_wrong_dtype(
 ) -> None:
     """Of a kernel of torch's own the float64 reference judges alone, and has no such dtype."""
     if is_torchs_own:
-        monkeypatch.setattr(_torch.KernelTable, "is_overridden", lambda table, op: False)
+        monkeypatch.setattr(KernelTable, "is_overridden", lambda table, op: False)
     inputs = torch.linspace(-2, 2, 8)
     run = {
         "masked_select": lambda: torch.masked_select(inputs, torch.tensor([True, False] * 4)),
@@ -209,7 +209,7 @@ def test_kernels_of_a_library_are_named_with_their_module(tmp_path: Path) -> Non
     original = torch.library.get_kernel("aten::gelu", "CPU")
 
     def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-        return _torch.call_kernel(original, (x,), {"approximate": approximate}).add_(0.5)
+        return call_kernel(original, (x,), {"approximate": approximate}).add_(0.5)
 
     gelu.__module__ = "my_kernels.activations"
     try:
@@ -218,7 +218,7 @@ def test_kernels_of_a_library_are_named_with_their_module(tmp_path: Path) -> Non
             torch.nn.functional.gelu(torch.randn(4, 8))
     finally:
         library._destroy()
-        _torch.kernels().look_again()
+        kernels().look_again()
     text = session.repros[0].read_text()
     assert "# import my_kernels.activations" in text
     assert "aten::gelu (CPU): registered at" in text

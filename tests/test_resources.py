@@ -236,7 +236,7 @@ def test_a_crash_while_telling_is_not_the_users(broken, tmp_path, monkeypatch):
 
 def test_a_guard_that_was_cut_off_is_closed_all_the_same(tmp_path, monkeypatch):
     """Ctrl-C at the first instruction of `__exit__` left autograd off for the whole process."""
-    from opcheck._torch import outside_everything
+    from opcheck.outside import outside_everything
 
     def cut(self, *exc):
         monkeypatch.undo()
@@ -254,7 +254,7 @@ def test_a_guard_that_was_cut_off_is_closed_all_the_same(tmp_path, monkeypatch):
 INTERRUPTED = """
 import random, signal, sys, torch, opcheck
 from torch import nn
-from opcheck._torch import reference_depth
+from opcheck.outside import reference_depth
 from tests.step_equality import active_modes, global_hooks
 
 def interrupt(*_):

@@ -1,32 +1,285 @@
-"""A torch that lacks a private name is told apart by that name, at import."""
+"""Private torch: each package reaches it through one file, and a name that is missing is named."""
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import tomllib
+import torch
+from torch import nn
+
+from opcheck.private_names import TESTED
+from tests.test_layers import ROOT, is_for_type_checkers, sources
+
+PACKAGES = ["opcheck"]
+NO_TORCH = {"_getframe", "_SubParsersAction", "_replace", "_fields", "_asdict"}
+"""Of Python itself."""
+
+
+def attributes_of(*owners: object) -> frozenset[str]:
+    """Names that begin with one underscore."""
+    return frozenset(
+        name
+        for owner in owners
+        for name in dir(owner)
+        if name.startswith("_") and not name.startswith("__")
+    )
+
+
+OF_TORCH = attributes_of(
+    torch.Tensor,
+    torch.UntypedStorage,
+    torch.autograd.graph.Node,
+    torch.library.Library,
+    torch.ops.aten.add.Tensor,
+    torch.optim.SGD,
+    nn.Module(),
+    nn.modules.module,
+)
+OF_MODULES = attributes_of(nn.Module(), nn.modules.module) - {"_version"}
+"""No op of ATen is called like one of these."""
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+# ---- one file -----------------------------------------------------------------------------------
+
+
+def is_private(path: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def running(node: ast.AST, parent: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Every node with its parent, but for what only type checkers read, and docstrings."""
+    for child in ast.iter_child_nodes(node):
+        if is_for_type_checkers(child):
+            continue
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        yield child, node
+        yield from running(child, node)
+
+
+def own_names(package: str) -> set[str]:
+    """Private names that a package itself defines."""
+    found = set()
+    for path in sources(package).values():
+        for node, _ in running(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return found
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def private_uses(tree: ast.AST, own: set[str], *, is_door: bool = False) -> Iterator[str]:
+    """What of private torch a file names otherwise than by asking the door for it."""
+    for node, parent in running(tree):
+        for name in imported_names(node):
+            if name.startswith("torch.") and is_private(name):
+                yield f"line {node.lineno}: import of {name}"
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            text = ast.unparse(node)
+            is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if text.startswith("torch.ops.") or is_self or node.attr in NO_TORCH:
+                continue
+            is_own = node.attr in own - OF_TORCH and not text.startswith("torch.")
+            if not is_own:
+                yield f"line {node.lineno}: {text}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_door:
+            is_path = re.fullmatch(r"torch(\.\w+)+", node.value) and is_private(node.value)
+            is_read = isinstance(parent, ast.Call) and ast.unparse(parent.func) in BY_NAME
+            if is_path or node.value in OF_MODULES or (is_read and node.value in OF_TORCH):
+                yield f"line {node.lineno}: {node.value!r}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_private_torch_is_named_in_one_file(package):
+    own = own_names(package)
+    found = [
+        f"{package}/{path.name}: {use}"
+        for stem, path in sources(package).items()
+        for use in private_uses(ast.parse(path.read_text()), own, is_door=stem == "_torch")
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._C import _current_graph_task_id",
+        "import torch._dynamo.config",
+        "from torch import _dynamo",
+        "from torch.utils._pytree import tree_map",
+        "torch._dynamo.config.recompile_limit = 1",
+        "x = torch._inductor",
+        "version = tensor._version",
+        "schema = func._schema",
+        "schema = getattr(node.target, '_schema', None)",
+        "module.__dict__.pop('_compiled_call_impl')",
+        "importlib.import_module('torch._inductor.graph')",
+        "home = sys.modules.get('torch._dynamo.eval_frame')",
+    ],
+)
+def test_the_search_finds(code):
+    assert list(private_uses(ast.parse(code), set()))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.utils.data import DataLoader",
+        "torch.ops.aten._softmax.default(x, 1, False)",
+        "self._version = 1",
+        "other._ours",
+        "frame = sys._getframe(1)",
+        "if TYPE_CHECKING:\n    from torch._ops import OpOverload",
+        "SOFTMAX = '_softmax'",
+    ],
+)
+def test_the_search_lets_pass(code):
+    assert list(private_uses(ast.parse(code), {"_ours"})) == []
+
+
+# ---- a clear error ------------------------------------------------------------------------------
+
+
+def asked_for(package: str) -> dict[str, str]:
+    """Every path that the door of a package names, and how it asks for it."""
+    tree = ast.parse(sources(package)["_torch"].read_text())
+    found = {}
+    for node, _ in running(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if ast.unparse(node.func.value) == "_door":
+            (path,) = node.args
+            assert isinstance(path, ast.Constant), ast.unparse(node)
+            found[path.value] = node.func.attr
+    return found
+
+
+REMOVE_EACH = """
+import contextlib, importlib, json, sys
+from opcheck import private_names
+from opcheck.errors import OpcheckError
+
+package, asked = sys.argv[1], json.loads(sys.argv[2])
+home = f"{package}._torch"
+door = private_names.Door(package)
+
+
+@contextlib.contextmanager
+def removed(path):
+    owner_path, _, name = path.rpartition(".")
+    owner = door.need(owner_path)
+    value = private_names.look(owner, name)
+    module = sys.modules.get(path)
+    try:
+        if path in sys.modules:
+            sys.modules[path] = None
+        try:
+            if "()" in path:  # each instance has its own
+                raise AttributeError
+            delattr(owner, name)
+        except (AttributeError, TypeError):  # C++ holds it
+            private_names.look = lambda found, asked: (
+                found.missing if asked == name else getattr(found, asked)
+            )
+        yield
+    finally:
+        private_names.look = getattr
+        if module is not None:
+            sys.modules[path] = module
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(owner, name, value)
+
+
+def told(path, how):
+    if how == "reader":  # of an object at hand
+        door.reader(path)(object())
+        return
+    door.need(path)  # there is one to remove
+    with removed(path):
+        if how == "later":
+            door.later(path)()
+        else:
+            sys.modules.pop(home, None)
+            importlib.import_module(home)
+
+
+for path, how in asked.items():
+    try:
+        told(path, how)
+    except OpcheckError as error:
+        print(json.dumps([path, str(error)]))
+"""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_missing_name_is_an_error_that_says_which(package):
+    asked = asked_for(package)
+    assert len(asked) > 40
+    done = subprocess.run(
+        [sys.executable, "-c", REMOVE_EACH, package, json.dumps(asked)],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert told == {
+        path: f"torch {torch.__version__} has no {path.replace('()', '')}, which {package} needs;"
+        f" tested versions: torch {TESTED}"
+        for path in asked
+    }
+
 
 LACKING = """
 import torch
-del {owner}.{name}
+del torch.autograd._get_sequence_nr
 import {package}
 from {package} import _torch
 """
 
 
 @pytest.mark.parametrize("package", ["opcheck", "modulecheck"])
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [("torch._C", "_current_graph_task_id"), ("torch.autograd", "_get_sequence_nr")],
-)
-def test_a_missing_private_name_is_an_error_that_says_which(package, owner, name):
-    code = LACKING.format(package=package, owner=owner, name=name)
+def test_a_user_who_imports_the_package_reads_it_last(package):
+    code = LACKING.format(package=package)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "OpcheckError" in last
-    assert f"{owner}.{name}" in last
+    assert "torch.autograd._get_sequence_nr" in last
     assert "tested versions" in last
+
+
+# ---- the tested versions ------------------------------------------------------------------------
+
+
+def test_tested_versions_are_those_that_are_asked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch{TESTED}" in project["dependencies"]
+    lowest, below = (text.lstrip("<>=") for text in TESTED.split(","))
+    running_now = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert tuple(map(int, lowest.split("."))) <= running_now < tuple(map(int, below.split(".")))
+    claimed = re.findall(r"[Tt]ested with Python [\d.]+ and torch ([\d.]+)", README)
+    assert claimed
+    assert all(version.startswith(f"{lowest}.") for version in claimed)
+
+
+README = (ROOT / "README.md").read_text()

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 import opcheck
-from opcheck import _torch as torch_access
+from opcheck import _torch
+from opcheck.kernel_table import call_kernel
 from tests import kernel_library as kernels
 from tests import models, registering, second_device
 from tests.step_equality import assert_same_step
@@ -78,12 +79,12 @@ def planted(op: str, device: str, make_wrong: Callable[[Any], Any]) -> Iterator[
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found = [value.cpu() if isinstance(value, torch.Tensor) else value for value in args]
-        out = torch_access.call_kernel(original, tuple(found), kwargs)
+        out = call_kernel(original, tuple(found), kwargs)
         return make_wrong(out).to(device)
 
     library = torch.library.Library("aten", "IMPL")
     try:
-        library.impl(op.partition("::")[2], kernel, torch_access.dispatch_key_of(device))
+        library.impl(op.partition("::")[2], kernel, _torch.dispatch_key_of(device))
         yield
     finally:
         library._destroy()
