@@ -24,6 +24,7 @@ from opcheck.modules import ModuleFrame, clean_fqn, find_user_frame, spell_line
 __all__ = ["CallerTracker"]
 
 _MODULE_CALL: CodeType = nn.Module.__call__.__code__
+_Names = weakref.WeakKeyDictionary[nn.Module, str]
 _OPTIMIZER_FILE: str = torch.optim.Optimizer.step.__code__.co_filename
 
 
@@ -35,8 +36,7 @@ class CallerTracker:
 
     def __init__(self) -> None:
         self.random_calls = 0
-        self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]]
-        self._names = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[nn.Module, _Names] = weakref.WeakKeyDictionary()
         self._user_code: dict[CodeType, bool] = {}
         self._lock = threading.Lock()
 
@@ -55,12 +55,12 @@ class CallerTracker:
         if root is None or module is None or root is module:
             return ""
         with self._lock:
-            names = self._names.get(root)
-            found = None if names is None else names.get(id(module))
-            if found is None:
-                names = {id(child): clean_fqn(name, root) for name, child in root.named_modules()}
-                self._names[root] = names
-                found = names.setdefault(id(module), type(module).__name__)
+            names = self._names.setdefault(root, weakref.WeakKeyDictionary())
+            found = names.get(module)
+            if found is None:  # new, or kept out of the module tree, which is remembered as well
+                for name, child in root.named_modules():
+                    names[child] = clean_fqn(name, root)
+                found = names.setdefault(module, type(module).__name__)
         return found
 
     def source(self) -> str:

@@ -25,7 +25,8 @@ _REAL = {
     torch.complex128: torch.float64,
 }
 _SWEEP_EVERY = 32
-"""New mirrors after which dead ones are looked for."""
+"""New mirrors after which dead ones are looked for, or where there are many mirrors an eighth of
+those: to go through all of them takes their number."""
 
 
 class _Mirror:
@@ -54,6 +55,8 @@ class Mirrors:
         self.evicted = 0
         self._mirrors: OrderedDict[int, _Mirror] = OrderedDict()
         self._new = 0
+        self._has_dead = True
+        """The last sweep found enough to be worth another one as soon as there is no room."""
 
     def __len__(self) -> int:
         return len(self._mirrors)
@@ -139,19 +142,23 @@ class Mirrors:
 
     def _make_room(self, needed: int) -> bool:
         self._new += 1
-        if self._new >= _SWEEP_EVERY or self.num_bytes + needed > self.limit_bytes:
-            self._new = 0
+        is_full = self.num_bytes + needed > self.limit_bytes
+        if self._new >= max(_SWEEP_EVERY, len(self._mirrors) // 8) or (is_full and self._has_dead):
             self._sweep()
         if needed > self.limit_bytes:
             return False
         while self.num_bytes + needed > self.limit_bytes:
-            self._remove(next(iter(self._mirrors)))
-            self.evicted += 1
+            key, mirror = next(iter(self._mirrors.items()))
+            self.evicted += not mirror.storage.expired()
+            self._remove(key)
         return True
 
     def _sweep(self) -> None:
+        self._new = 0
+        num_before = len(self._mirrors)
         for key in [key for key, mirror in self._mirrors.items() if mirror.storage.expired()]:
             self._remove(key)
+        self._has_dead = num_before - len(self._mirrors) >= num_before // 8
 
 
 def _real_dtype(tensor: Tensor) -> torch.dtype:

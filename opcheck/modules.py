@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from opcheck import _torch
 from opcheck.calls import Site
 from opcheck.global_hooks import register_module_hooks, register_optimizer_hooks
-from opcheck.tensor_kinds import held_tensors
+from opcheck.owners import Owners
 
 __all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn", "find_user_frame", "spell_line"]
 
@@ -87,9 +87,12 @@ class ModuleTracker:
         self._local = _Local()
         self._thread = 0
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        """Names, each with the module that had it first."""
+        self._numbers: dict[str, int] = {}
+        """Class of outermost modules -> number in the name of the newest."""
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._owners: dict[int, str] = {}
-        self._state_size = (0, 0)
+        self._owners = Owners(self._roots, self._names)
         self._origins: dict[int, Origin] = {}
         self._older_origins: dict[int, Origin] = {}
         self._places: dict[Origin, Origin] = {}
@@ -153,7 +156,7 @@ class ModuleTracker:
             remove()
         self._removers.clear()
         self._local = _Local()
-        for container in (self._names, self._roots, self._owners):
+        for container in (self._names, self._taken, self._numbers, self._roots, self._owners):
             container.clear()
         for origins in (self._origins, self._older_origins, self._places):
             origins.clear()
@@ -222,7 +225,7 @@ class ModuleTracker:
         if threading.get_ident() == self._thread:
             self._optimizer = sys._getframe(1), optimizer
             try:
-                self._learn_owners(optimizer)
+                self._owners.learn(optimizer)
             except Exception:  # noqa: BLE001 - our crash must not be the user's
                 self._on_crash("optimizer_hook")
 
@@ -254,68 +257,62 @@ class ModuleTracker:
         for name, module in root.named_modules():
             inner = clean_fqn(name, root)
             fqn = f"{prefix}.{inner}" if prefix and inner else prefix or inner
-            self._names.setdefault(module, fqn)
+            self._give_name(module, fqn)
+
+    def _give_name(self, module: nn.Module, fqn: str) -> None:
+        if module not in self._names:
+            self._names[module] = fqn
+            self._taken.setdefault(fqn, module)
 
     def _name(self, module: nn.Module, stack: list[ModuleFrame]) -> str:
         held = _wrapped(module)
         while held is not None:  # made around a module that has its name already
             known = self._names.get(held)
             if known is not None:
-                self._names[module] = known
+                self._give_name(module, known)
                 return known
             held = _wrapped(held)
         if stack:  # made after its parent was named, or kept out of the module tree
             parent = stack[-1]
-            for name, child in parent.module.named_modules():
-                if child is module:
-                    inner = clean_fqn(name, parent.module)
-                    fqn = f"{parent.fqn}.{inner}" if parent.fqn and inner else parent.fqn or inner
-                    self._names[module] = fqn
-                    return fqn
+            self._name_below(parent, module)
+            known = self._names.get(module)
+            if known is not None:
+                return known
             name = type(module).__name__
             if isinstance(module, torch.fx.GraphModule):  # what a compiler made of its parent
                 return parent.fqn
             return f"{parent.fqn}.{name}" if parent.fqn else name
-        taken = set(self._names.values())
-        prefix = "" if not self._roots else _free(type(module).__name__, taken)
+        prefix = self._free_name(type(module).__name__) if self._roots else ""
         self._add_root(module, prefix)
         return self._names[module]
 
-    def _learn_owners(self, optimizer: Any = None) -> None:
-        """Ask anew who owns what: a tensor's id may by now be that of another one."""
-        owners = self._owners = {}
-        for root in self._roots:
-            for module in root.modules():
-                fqn = self._names.get(module, "")
-                for parameter in _torch.own_parameters(module).values():
-                    owners.setdefault(id(parameter), fqn)
-        state = getattr(optimizer, "state", {})
-        self._state_size = _size_of(state)
-        for group in getattr(optimizer, "param_groups", ()):
-            for parameter in group["params"]:
-                owner = owners.get(id(parameter))
-                if owner is None:
-                    continue
-                known = (parameter, parameter.grad, *state.get(parameter, {}).values())
-                for value in known:
-                    if isinstance(value, Tensor):
-                        for tensor in (value, *held_tensors(value)):
-                            owners[id(tensor)] = owner
+    def _name_below(self, parent: ModuleFrame, wanted: nn.Module) -> None:
+        """All that have no name yet: to look for one at a time takes their number squared."""
+        for name, child in parent.module.named_modules():
+            if child not in self._names and (child is wanted or _wrapped(child) is None):
+                inner = clean_fqn(name, parent.module)
+                fqn = f"{parent.fqn}.{inner}" if parent.fqn and inner else parent.fqn or inner
+                self._give_name(child, fqn)
+
+    def _free_name(self, name: str) -> str:
+        """`Linear`, `Linear#2`, ...: one that no living module has."""
+        number = self._numbers.get(name, 0)
+        if f"{name}#{number}" not in self._taken:  # it may have died, and its name is free
+            number = 0
+        candidate = name if number == 0 else f"{name}#{number}"
+        while candidate in self._taken:
+            number = max(number, 1) + 1
+            candidate = f"{name}#{number}"
+        self._numbers[name] = number
+        return candidate
 
     def owner(self, tensors: Iterable[Any]) -> str:
         """FQN of the module that owns the parameters among `tensors`, "" if not one alone.
 
         A parameter's gradient and its state in the running optimizer count as the parameter.
         """
-        tensors = list(tensors)
-        found = {self._owners.get(id(tensor)) for tensor in tensors}
-        if None in found and self._optimizer is not None:
-            optimizer = self._optimizer[1]
-            if _size_of(getattr(optimizer, "state", {})) != self._state_size:  # made in this step
-                self._learn_owners(optimizer)
-                found = {self._owners.get(id(tensor)) for tensor in tensors}
-        found.discard(None)
-        return found.pop() or "" if len(found) == 1 else ""
+        optimizer = self._optimizer[1] if self._optimizer is not None else None
+        return self._owners.of(list(tensors), optimizer)
 
     # ---- sites ----
 
@@ -356,10 +353,7 @@ class ModuleTracker:
         parameter = getattr(_torch.current_autograd_node(), "variable", None)
         if parameter is None:
             return ""
-        if id(parameter) not in self._owners:
-            self._learn_owners()
-            self._owners.setdefault(id(parameter), "")
-        return self._owners[id(parameter)]
+        return self._owners.of_gradient(parameter, _torch.current_graph_task_id())
 
     def _remember(self, local: _Local, fqn: str) -> None:
         sequence_nr = _torch.next_sequence_nr() - 1
@@ -402,11 +396,6 @@ class ModuleTracker:
             self._local.replaying = False
 
 
-def _size_of(state: Any) -> tuple[int, int]:
-    """Grows with every entry of an optimizer's state, which is filled parameter by parameter."""
-    return len(state), len(next(reversed(state.values()))) if state else 0
-
-
 def _is_recompute() -> bool:
     """True in backward where a graph is built that dies with it: a forward is run again."""
     return torch.is_grad_enabled() and not _torch.graph_task_keeps_graph()
@@ -425,13 +414,6 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     is_ddp = type(module).__name__ == "DistributedDataParallel"
     names = (*_WRAPPERS, "module") if is_ddp else _WRAPPERS
     return next((child for name, child in module.named_children() if name in names), None)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    candidate, number = name, 2
-    while candidate in taken:
-        candidate, number = f"{name}#{number}", number + 1
-    return candidate
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:

@@ -15,10 +15,11 @@ is allowed, whole steps are left alone until the account bears a look and as muc
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -55,6 +56,71 @@ class _Known:
         self.numel = 0
         self.last_step = 0
         self.was_dropped = False
+
+
+class _Waiting:
+    """Places whose check was dropped, and what calls of less value leave for them.
+
+    Kept up to date place by place: there may be thousands, and every call asks.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Place, tuple[int, float]] = {}
+        """Value and estimated seconds."""
+        self._costliest: tuple[list[tuple[float, int, Place]], ...] = tuple([] for _ in range(REST))
+        """Of each value a heap of (minus the estimate, a number, place); of what went too."""
+        self._total = 0.0
+        self._num_added = 0
+
+    def add(self, place: Place, value: int, estimate: float) -> None:
+        """Its check was dropped."""
+        if self._kept.get(place) == (value, estimate):
+            return
+        self.remove(place)
+        self._kept[place] = (value, estimate)
+        self._total += estimate
+        self._num_added += 1  # places themselves have no order
+        heapq.heappush(self._costliest[value], (-estimate, self._num_added, place))
+
+    def remove(self, place: Place) -> None:
+        """It waits no more."""
+        value, estimate = self._kept.pop(place, (REST, 0.0))
+        if value == REST:
+            return
+        self._total -= estimate
+        if len(self._costliest[value]) > 2 * len(self._kept) + 16:
+            self._rebuild()
+
+    def keep(self, wanted: Callable[[Place], bool]) -> None:
+        """Forget the others."""
+        self._kept = {place: item for place, item in self._kept.items() if wanted(place)}
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        for heap in self._costliest:
+            heap.clear()
+        self._total = sum(estimate for _, estimate in self._kept.values())
+        for number, (place, (value, estimate)) in enumerate(self._kept.items()):
+            self._costliest[value].append((-estimate, number, place))
+        for heap in self._costliest:
+            heapq.heapify(heap)
+        self._num_added = len(self._kept)
+
+    def values(self) -> Collection[tuple[int, float]]:
+        """Value and estimated seconds of each."""
+        return self._kept.values()
+
+    def reserve(self, value: int) -> float:
+        """Seconds that a call of this value leaves for those of more value."""
+        if value == REST:
+            return max(0.0, self._total) if self._kept else 0.0
+        return max((self._largest(higher) for higher in range(value)), default=0.0)
+
+    def _largest(self, value: int) -> float:
+        heap = self._costliest[value]
+        while heap and self._kept.get(heap[0][2]) != (value, -heap[0][0]):
+            heapq.heappop(heap)
+        return -heap[0][0] if heap else 0.0
 
 
 class OverheadBudget:
@@ -98,9 +164,8 @@ class OverheadBudget:
         self._rates: dict[Hashable, float] = {}
         """Overload -> seconds of a check for each element."""
         self._failed: set[str] = set()
-        self._waiting: dict[Place, tuple[int, float]] = {}
-        """Dropped in this step or the last: value and estimate."""
-        self._reserves: list[float] | None = None
+        self._waiting = _Waiting()
+        """Dropped in this step or the last."""
 
     # ---- time ----
 
@@ -193,14 +258,12 @@ class OverheadBudget:
             known.was_dropped = True
             self.dropped = place
             if value != REST:
-                self._waiting[place] = (value, estimate)
-                self._reserves = None
+                self._waiting.add(place, value, estimate)
             return False
         known.attempts += 1
         known.was_dropped = False
         self._attempts[place[2]] += 1
-        if self._waiting.pop(place, None) is not None:
-            self._reserves = None
+        self._waiting.remove(place)
         return True
 
     def measured(self, place: Place, seconds: float) -> None:
@@ -229,12 +292,7 @@ class OverheadBudget:
         """Who was waited for and did not come is waited for no more."""
         seen = [known for known in self._places.values() if known.last_step == self._step]
         self._level = min((known.attempts for known in seen), default=self._level)
-        self._waiting = {
-            place: kept
-            for place, kept in self._waiting.items()
-            if self._places[place].last_step == self._step
-        }
-        self._reserves = None
+        self._waiting.keep(lambda place: self._places[place].last_step == self._step)
         self._step += 1
         elapsed, clocked, hidden, counting = self._since_last_step()
         self._times.observed(seconds=elapsed - clocked, hidden=hidden, counting=counting)
@@ -291,16 +349,11 @@ class OverheadBudget:
 
     def _reserve(self, value: int) -> float:
         """Seconds that a call of this value leaves for those of more value that wait."""
-        if self._reserves is None:
-            largest = [0.0] * (REST + 1)
-            for kind, estimate in self._waiting.values():
-                for lower in range(kind + 1, REST + 1):
-                    largest[lower] = max(largest[lower], estimate)
-            largest[REST] = sum(estimate for _, estimate in self._waiting.values())
-            # who waits may come at the end of the step, after all that looking at it takes
-            drain = max(0.0, (self._times.counting or 0.0) - self.ratio * self._times.own)
-            self._reserves = [reserve + drain if reserve else 0.0 for reserve in largest]
-        return self._reserves[value]
+        reserve = self._waiting.reserve(value)
+        if not reserve:
+            return 0.0
+        # who waits may come at the end of the step, after all that looking at it takes
+        return reserve + max(0.0, (self._times.counting or 0.0) - self.ratio * self._times.own)
 
     # ---- the sum ----
 

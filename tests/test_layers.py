@@ -39,7 +39,7 @@ LAYERS = {
             "sinks",
             "tensor_kinds",
         },
-        {"outside"},
+        {"outside", "owners"},
         {
             "generators",
             "golden_rules",

@@ -196,7 +196,7 @@ OURS = [
     "opcheck.conclusions.record_of",
     "opcheck.modules.ModuleTracker.locate",
     "opcheck.modules.ModuleTracker.owner",
-    "opcheck.modules.ModuleTracker._learn_owners",
+    "opcheck.owners.Owners._learn_all",
     "opcheck.modules.find_user_frame",
     "opcheck.modules._versions",
     "opcheck.ledger.Ledger.count",
