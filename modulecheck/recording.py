@@ -170,6 +170,8 @@ class Recorder:
         self._fqns = fqns or {}
         self._limit_mb, self._backend = limit_mb, backend
         self.calls: list[RecordedCall] = []
+        self._of: dict[str, list[RecordedCall]] = {}
+        """The same by name."""
         self._used = 0
         self._left_out: dict[tuple[str, str], str] = {}
 
@@ -192,7 +194,7 @@ class Recorder:
         see `RecordedCall.of`.
         """
         phases = {phase_of(key) for key in failed}
-        kept = [call for call in self.calls if call.name == name]
+        kept = self._of.get(name, [])
         later = [
             call
             for call in kept
@@ -201,7 +203,8 @@ class Recorder:
         phases -= {phase for call in kept if call not in later for phase in call.phases}
         if not phases:
             return
-        self._drop(later)
+        if later:
+            self._drop(name, later)
         why = self._record(
             name, module, snapshot,
             failed=failed, actual=actual, sources=sources, grads=grads, index=index,
@@ -213,8 +216,10 @@ class Recorder:
             else:
                 self._left_out.pop((name, phase), None)
 
-    def _drop(self, calls: list[RecordedCall]) -> None:
-        self.calls = [call for call in self.calls if call not in calls]
+    def _drop(self, name: str, calls: list[RecordedCall]) -> None:
+        dropped = {id(call) for call in calls}
+        self.calls = [call for call in self.calls if id(call) not in dropped]
+        self._of[name] = [call for call in self._of[name] if id(call) not in dropped]
         self._used -= sum(call.num_bytes for call in calls)
 
     def _record(self, name: str, module: nn.Module, snapshot: Snapshot, **rest: Any) -> str:
@@ -234,6 +239,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - out of memory, most likely; the step goes on
             return f"copying it failed: {type(error).__name__}: {error}"
         self.calls.append(call)
+        self._of.setdefault(name, []).append(call)
         self._used += size
         return ""
 
@@ -250,7 +256,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Begin anew; what `calls` held belongs to whoever took it."""
-        self.calls, self._left_out, self._used = [], {}, 0
+        self.calls, self._of, self._left_out, self._used = [], {}, {}, 0
 
 
 def _mib(size: int) -> str:

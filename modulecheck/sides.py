@@ -102,7 +102,7 @@ class SideCall:
     training: dict[str, bool]
     """Train or eval mode of each submodule."""
     moved: bool
-    """The step wrote to parameters of the copy before this call."""
+    """The step wrote to parameters of the module before this call."""
     started: int = 0
     output: Any = None
     after: dict[str, Any] = field(default_factory=dict)
@@ -184,8 +184,8 @@ class Side:
     """
 
     calls: dict[str, list[SideCall]] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    backward_order: list[str] = field(default_factory=list)
+    order: dict[str, None] = field(default_factory=dict)
+    backward_order: dict[str, None] = field(default_factory=dict)
     loss: float = math.nan
     loss_recorded: bool = False
     root_inputs: list[Array] | None = None
@@ -211,13 +211,16 @@ class Side:
 class _Recorder:
     """Takes down the calls of one run."""
 
-    def __init__(self, side: Side, twin: nn.Module, *, cast_dtype: Any, log: CompileLog) -> None:
-        self._side, self._twin, self._cast_dtype = side, twin, cast_dtype
-        self._log, self._versions = log, _versions(twin)
+    def __init__(self, side: Side, *, cast_dtype: Any, log: CompileLog) -> None:
+        self._side, self._cast_dtype, self._log = side, cast_dtype, log
+        self._versions: dict[str, list[int]] = {}
+        """Of each module's own parameters: to look at all of them in every call would take the
+        number of modules squared."""
         self._count = itertools.count()
 
     def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
         calls = self._side.calls.setdefault(name, [])
+        self._versions[name] = _versions(module)
 
         def around(run: Any, args: Any, kwargs: Any) -> Any:
             call = self._before(name, module, args, kwargs)
@@ -233,8 +236,7 @@ class _Recorder:
 
     @_torch.not_by_dynamo
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> SideCall | None:
-        if name not in self._side.order:
-            self._side.order.append(name)
+        self._side.order.setdefault(name)
         try:
             return SideCall(
                 tuple(key for key, _ in module.named_parameters()),
@@ -242,7 +244,7 @@ class _Recorder:
                 RegionGradients(module, args, kwargs, copies=True),
                 is_recompute=_torch.inside_autograd(),
                 training={key: item.training for key, item in module.named_modules()},
-                moved=self._versions != _versions(self._twin),
+                moved=self._versions[name] != _versions(module),
                 started=next(self._count),
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
@@ -265,8 +267,7 @@ class _Recorder:
             call.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
     def _reached(self, name: str) -> None:
-        if name not in self._side.backward_order:
-            self._side.backward_order.append(name)
+        self._side.backward_order.setdefault(name)
 
 
 def _nothing() -> None:
@@ -345,7 +346,7 @@ def run_side(
     with contextlib.ExitStack() as stack:
         stack.enter_context(keeper.one_run(twin))
         log = stack.enter_context(CompileLog().listening())
-        recorder = _Recorder(side, twin, cast_dtype=cast_dtype, log=log)
+        recorder = _Recorder(side, cast_dtype=cast_dtype, log=log)
         stack.enter_context(_around(original, at_original))
         for target in targets:
             around = recorder.around(target.name, target.module) if target.checked else None

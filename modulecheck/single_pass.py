@@ -70,7 +70,7 @@ class SinglePass:
         self._epoch, self._step = next(_epochs), 0
         self._channel: SideChannel | None = None
         self.random_switched = False
-        self.backward_order: list[str] = []
+        self.backward_order: dict[str, None] = {}
 
     # ---- life ----
 
@@ -228,8 +228,7 @@ class SinglePass:
 
     def _reached(self, call: ModuleCall) -> None:
         self._in_backward.append(call)
-        if call.name not in self.backward_order:
-            self.backward_order.append(call.name)
+        self.backward_order.setdefault(call.name)
         _torch.queue_after_backward(self._backward_ends)
 
     def _done(self, call: ModuleCall) -> None:

@@ -92,7 +92,8 @@ class TwoPass:
             self._graphs.written(),
         ):
             compiled = self._side(run_step, copied(self._model), backend=self._settings.backend)
-        self.backward_order, self._compile_notes = compiled.backward_order, compiled.notes
+        self.backward_order = list(compiled.backward_order)
+        self._compile_notes = compiled.notes
         self._take_losses(eager, compiled)
         self._problem = self._problem or _problem_of_runs(eager, compiled)
         if same_inputs(eager, compiled) and eager.was_called:

@@ -174,6 +174,8 @@ def _quietly(module: nn.Module) -> Iterator[None]:
 
 
 _MOST_OBJECTS = 20_000
+_OBJECTS_OF_A_MODULE = 16
+"""Dicts and sets that `nn.Module` makes for each: they are no reason to give up a large model."""
 
 
 def _attributes_kept(root: nn.Module) -> AbstractContextManager[None]:
@@ -191,6 +193,7 @@ def contents_kept(values: Iterable[Any]) -> Iterator[None]:
     """
     kept: dict[int, tuple[Any, Any]] = {}
     waiting: list[Any] = list(values)
+    most = _MOST_OBJECTS + _OBJECTS_OF_A_MODULE * len(waiting)
     while waiting:
         value = waiting.pop()
         if id(value) in kept or isinstance(value, (Tensor, nn.Module, type)):
@@ -200,7 +203,7 @@ def contents_kept(values: Iterable[Any]) -> Iterator[None]:
             continue
         kept[id(value)] = value, content
         waiting += content.values() if isinstance(content, dict) else content
-        if len(kept) > _MOST_OBJECTS:
+        if len(kept) > most:
             raise CannotRunAgainError("its attributes hold too many objects to put back")
     try:
         yield

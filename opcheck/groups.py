@@ -16,6 +16,7 @@ from opcheck.records import CallCount, Coverage, OpRecord, Overhead, UncheckedSi
 __all__ = [
     "Filter",
     "Group",
+    "Groups",
     "Tally",
     "add_coverages",
     "group_records",
@@ -97,17 +98,32 @@ class Group:
             self.inconclusive += 1
 
 
-def group_records(records: Iterable[OpRecord]) -> list[Group]:
-    """The groups of these records, in the order of their first record."""
-    groups: dict[tuple[int, str, str, str], Group] = {}
-    for record in records:
+class Groups:
+    """Records counted as they come."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, str, str, str], Group] = {}
+
+    def add(self, record: OpRecord) -> None:
+        """One more."""
         key = (record.rank, record.op, record.module, record.phase)
-        group = groups.get(key)
+        group = self._groups.get(key)
         if group is None:
             group = Group(rank=record.rank, op=record.op, module=record.module, phase=record.phase)
-            groups[key] = group
+            self._groups[key] = group
         group.add(record)
-    return list(groups.values())
+
+    def all(self) -> list[Group]:
+        """In the order of their first record."""
+        return list(self._groups.values())
+
+
+def group_records(records: Iterable[OpRecord]) -> list[Group]:
+    """The groups of these records, in the order of their first record."""
+    groups = Groups()
+    for record in records:
+        groups.add(record)
+    return groups.all()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from types import CodeType, FrameType
@@ -44,6 +45,9 @@ Origin = tuple[str, CodeType | None, int]
 _MANY_ORIGINS = 50_000
 """Autograd nodes that are remembered beyond the forward that made them, at 100 bytes each: a graph
 may run backward long after its step (a GAN's generator, gradient accumulation)."""
+
+
+_FEW_MODULES = 32
 
 
 @dataclass(slots=True)
@@ -287,8 +291,14 @@ class ModuleTracker:
         return self._names[module]
 
     def _name_below(self, parent: ModuleFrame, wanted: nn.Module) -> None:
-        """All that have no name yet: to look for one at a time takes their number squared."""
-        for name, child in parent.module.named_modules():
+        """Name a module that its parent was given since the parent's were named.
+
+        It is looked for among the newest first, then everything without a name is named: to go
+        through all of them for one module at a time takes their number squared.
+        """
+        path = _newest(parent.module, wanted)
+        named = parent.module.named_modules() if path is None else [(path, wanted)]
+        for name, child in named:
             if child not in self._names and (child is wanted or _wrapped(child) is None):
                 inner = clean_fqn(name, parent.module)
                 fqn = f"{parent.fqn}.{inner}" if parent.fqn and inner else parent.fqn or inner
@@ -414,6 +424,21 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     is_ddp = type(module).__name__ == "DistributedDataParallel"
     names = (*_WRAPPERS, "module") if is_ddp else _WRAPPERS
     return next((child for name, child in module.named_children() if name in names), None)
+
+
+def _newest(root: nn.Module, wanted: nn.Module) -> str | None:
+    """Name of a module among the last few below `root`, None if it is not one of them."""
+    waiting = [("", root)]
+    for _ in range(_FEW_MODULES):
+        if not waiting:
+            return None
+        path, module = waiting.pop()
+        if module is wanted:
+            return path
+        newest = list(islice(reversed(module._modules.items()), _FEW_MODULES))
+        prefix = f"{path}." if path else ""
+        waiting += [(f"{prefix}{name}", child) for name, child in newest[::-1] if child is not None]
+    return None
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:

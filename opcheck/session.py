@@ -19,6 +19,7 @@ from opcheck.certificate import Certificate, Surroundings, certify
 from opcheck.compiled_regions import compiled_regions
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, PrecisionError
+from opcheck.groups import Groups
 from opcheck.kernel_table import kernels
 from opcheck.modules import ModuleTracker
 from opcheck.overhead import OverheadBudget
@@ -190,6 +191,8 @@ class Session:
         self._files = LogFiles(settings.log_dir / text, self.log_path, quiet=settings.quiet)
         self._records: list[OpRecord] = []
         self._in_order = True
+        self._groups = Groups()
+        """Of the records: to count them anew at every exit would take their number squared."""
         self._logged: set[tuple[str, str, str]] = set()
         self._header: dict[str, Any] | None = None
         self._callback_error: BaseException | None = None
@@ -333,7 +336,11 @@ class Session:
         )
 
     def _run(self) -> Run:
-        return Run(header=self._header or {}, records=self.records, coverage=self.coverage)
+        records, coverage = self.records, self.coverage
+        return Run(
+            header=self._header or {}, records=records, coverage=coverage,
+            counted_groups=self._groups.all(),
+        )  # fmt: skip
 
     # ---- the context ----
 
@@ -423,7 +430,7 @@ class Session:
         error, self._callback_error = self._callback_error, None
         if error is not None:
             raise error
-        if self.settings.on_failure == "raise" and self.failures:
+        if self.settings.on_failure == "raise" and any(g.failed for g in self._groups.all()):
             raise PrecisionError(one_line(self._run(), self.log_path), self.failures[0])
 
     def next_step(self) -> None:
@@ -471,6 +478,7 @@ class Session:
         if self._records and record.index < self._records[-1].index:
             self._in_order = False
         self._records.append(record)
+        self._groups.add(record)
         self._files.record(record)
         if record.verdict is not Verdict.FAIL:
             return
