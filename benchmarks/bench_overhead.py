@@ -5,6 +5,11 @@ prints what the checked steps took beside the plain ones. Exit status 1 when one
 its value above it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_overhead --models gpt2,resnet18 --steps 20
+
+`--workers 0,1,2` asks instead how much sooner a step with every call checked is through with
+references in threads beside it. Exit status 1 when records differ from those without.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_overhead --workers 0,1,2 --steps 5
 """
 
 from __future__ import annotations
@@ -12,9 +17,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -37,6 +45,7 @@ class Measured:
     num_seen: int
     num_left: int
     num_places: int
+    num_rests: int
 
 
 def measure(name: str, allowed: float, num_steps: int, log_dir: Path) -> Measured:
@@ -77,7 +86,63 @@ def measure(name: str, allowed: float, num_steps: int, log_dir: Path) -> Measure
         num_seen=coverage.seen,
         num_left=share.num_left,
         num_places=share.num_places,
+        num_rests=share.num_rests,
     )
+
+
+@dataclass
+class Beside:
+    """Of one number of workers; seconds of each step."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    main_cpu: list[float] = field(default_factory=list)
+    """Of the step's own thread."""
+    records: list[str] = field(default_factory=list)
+
+
+def measure_workers(
+    name: str, workers: Sequence[int], num_steps: int, log_dir: Path
+) -> dict[int | None, Beside]:
+    """Run plain steps (None) and steps with every call checked in turn, a session a step."""
+    workload = MODELS[name]()
+    found: dict[int | None, Beside] = {number: Beside() for number in (None, *workers)}
+    for number_of_step in range(num_steps + 1):
+        for number, result in found.items():
+            session = opcheck.check(
+                workload.model, log_dir=log_dir, quiet=True, max_checks=None, workers=number or 0
+            )
+            torch.manual_seed(0)
+            workload.model.zero_grad()
+            main_cpu = time.thread_time()
+            with nullcontext() if number is None else session:
+                wall, cpu = timed(workload.step)
+                begin = time.perf_counter(), time.process_time()
+            if number_of_step:  # the first pays for what happens once
+                result.wall.append(wall + time.perf_counter() - begin[0])
+                result.cpu.append(cpu + time.process_time() - begin[1])
+                result.main_cpu.append(time.thread_time() - main_cpu)
+            result.records = [repr(replace(item, run_id="")) for item in session.records]
+    return found
+
+
+def print_workers(name: str, found: dict[int | None, Beside]) -> bool:
+    """Print medians; True when records are the same for every number of workers."""
+    plain = median(found[None].wall)
+    checked = [result for number, result in found.items() if number is not None]
+    same = all(result.records == checked[0].records for result in checked)
+    for number, result in found.items():
+        if number is None:
+            print(f"  {name:<10} plain step {1e3 * plain:.0f} ms")
+            continue
+        gain = median(checked[0].wall) / median(result.wall)
+        print(
+            f"  {name:<10} {number:7} {1e3 * median(result.wall):9.0f} {gain:10.2f}"
+            f" {1e3 * median(result.cpu):9.0f} {1e3 * median(result.main_cpu):12.0f}"
+            f"   {'same' if same else 'DIFFERENT'}",
+            flush=True,
+        )
+    return same
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,6 +153,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--values", default="0.25,0.5,1.0")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", default="", help="numbers of workers to compare, 0,1,2")
     return parser.parse_args(arguments)
 
 
@@ -95,20 +161,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 1 when a bound is not kept."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
+    models: list[str] = options.models.split(",")
+    if options.workers:
+        return compare_workers(models, [int(n) for n in options.workers.split(",")], options.steps)
+    return compare_bounds(models, [float(v) for v in options.values.split(",")], options.steps)
+
+
+def compare_workers(models: Sequence[str], workers: Sequence[int], num_steps: int) -> int:
+    """Print a line for each model and number of workers; 1 when records differ."""
+    print(f"{num_steps} steps with every call checked, in turn with plain ones; ms, medians")
+    print("  model      workers wall clock  times faster  cpu clock  step's thread  records")
+    differ = 0
+    for name in models:
+        with tempfile.TemporaryDirectory() as log_dir:
+            found = measure_workers(name, workers, num_steps, Path(log_dir))
+        differ += not print_workers(name, found)
+    return int(differ > 0)
+
+
+def compare_bounds(models: Sequence[str], values: Sequence[float], num_steps: int) -> int:
+    """Print a line for each model and bound; 1 when one is not kept."""
     missed = 0
-    print(f"{options.steps} checked steps in turn with plain ones")
-    print("  model      allowed   cpu clock  wall clock  own account  checked        places left")
-    values: list[float] = [float(value) for value in options.values.split(",")]
-    for name in options.models.split(","):
+    print(f"{num_steps} checked steps in turn with plain ones")
+    print(
+        "  model      allowed   cpu clock  wall clock  own account  checked        places left"
+        "   left alone"
+    )
+    for name in models:
         for allowed in values:
             with tempfile.TemporaryDirectory() as log_dir:
-                found = measure(name, allowed, options.steps, Path(log_dir))
+                found = measure(name, allowed, num_steps, Path(log_dir))
             held = found.cpu <= allowed * (1 + TOLERANCE)
             missed += not held
             calls = f"{found.num_checked} of {found.num_seen}"
+            places = f"{found.num_left} of {found.num_places}"
             print(
                 f"  {name:<10} {allowed:7.2f} {found.cpu:11.3f} {found.wall:11.3f}"
-                f" {found.own_account:12.3f}  {calls:<14} {found.num_left} of {found.num_places}"
+                f" {found.own_account:12.3f}  {calls:<14} {places:<13} {found.num_rests:<10}"
                 f"  {'held' if held else 'MISSED'}",
                 flush=True,
             )

@@ -46,6 +46,7 @@ __all__ = [
     "hook_tables_of",
     "is_composite",
     "is_functional",
+    "is_unshared",
     "memory_of",
     "mode_stack",
     "mode_stack_length",
@@ -154,8 +155,14 @@ is_functional: Callable[[Tensor], bool] = _door.need("torch._is_functional_tenso
 neg_view: Callable[[Tensor], Tensor] = _door.need("torch._neg_view")
 storage_id: Callable[[Any], int] = _door.getter("torch.UntypedStorage._cdata")
 """Of a storage, the same for each of its Python objects."""
+_use_count: Callable[[int], int] = _door.need("torch._C._storage_Use_Count")
 version_of: Callable[[Tensor], int] = _door.getter("torch.Tensor._version")
 """How often a tensor was written to."""
+
+
+def is_unshared(storage: Any) -> bool:
+    """No tensor, view or NumPy array holds this memory, only the caller's one variable."""
+    return _use_count(storage_id(storage)) == 1
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import signal
 import sys
@@ -177,6 +178,52 @@ def test_beyond_the_limit_a_call_is_judged_at_once(tmp_path, monkeypatch):
     assert 0 < len(ran) <= 8
     assert session.coverage.checked == 16
     assert session._pipeline._beside.peak_bytes <= 1000
+
+
+def test_memory_of_earlier_copies_is_used_again_and_never_under_somebody_who_holds_it(
+    tmp_path, monkeypatch
+):
+    kept, held = [], []
+    original = beside.Beside._conclude_first
+
+    def conclude_first(self):
+        first = self._queue[0]
+        if first.call.traits.base == "gelu":
+            kept.append((first.out, first.out.clone()))
+        held.append(self._memory.num_bytes)
+        del first
+        original(self)
+
+    monkeypatch.setattr(beside.Beside, "_conclude_first", conclude_first)
+    x = torch.linspace(-2, 2, 6000).reshape(60, 100)
+    session = opcheck.check(log_dir=tmp_path, quiet=True, workers=1, max_checks=None)
+    with session:
+        for number in range(6):
+            torch.sin(nn.functional.gelu(x + number))
+            _ = session.coverage  # waits
+        memory = session._pipeline._beside._memory
+        reused = memory.num_bytes
+    assert len(kept) == 6
+    for now, then in kept:
+        assert torch.equal(now, then)
+    assert 0 < reused <= 12 * 24000
+    assert max(held) < 18 * 24000  # of 36 copies
+    assert memory.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "goes"), [(6e4, True), (math.inf, False), (-math.inf, False), (math.nan, False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_only_what_is_finite_goes_to_a_worker(tmp_path, monkeypatch, value, goes, dtype):
+    """Also where the sum of finite values is none."""
+    ran = handed_over(monkeypatch)
+    x = torch.full((3000,), torch.finfo(dtype).max if value == 6e4 else 1.0, dtype=dtype)
+    x[17] = value
+    with opcheck.check(log_dir=tmp_path, quiet=True, workers=1) as session:
+        torch.neg(x)
+    assert ("aten.neg.default" in ran) is goes
+    assert session.coverage.checked == 1
 
 
 def test_callbacks_come_in_the_thread_of_the_step(tmp_path, monkeypatch):
