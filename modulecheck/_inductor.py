@@ -1,4 +1,4 @@
-"""The door of this package to Dynamo and inductor internals. Tested on PyTorch 2.13."""
+"""What Dynamo, AOT autograd and inductor are asked for, and told to leave alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from modulecheck import _torch
+from modulecheck import _torch, backends
 
 __all__ = [
     "AOT_STAGES",
@@ -35,7 +35,6 @@ __all__ = [
     "last_attempt",
     "lowerings",
     "place_of_input",
-    "recompile_limit",
     "sources_of",
     "strided_copy",
     "symbol_is",
@@ -68,19 +67,22 @@ def isolated() -> Iterator[None]:
     No graph is read from or written to the caches on disk, because a lowering may have been changed
     since they were filled. The user's compiled code stays valid and is not compiled again.
     """
-    import torch._functorch.config as functorch_config
-    from torch._dynamo import config as dynamo_config
-    from torch._dynamo import convert_frame, pgo, utils
-    from torch._inductor import config as inductor_config
-
-    before = {id(code) for code in _codes(convert_frame)}
-    counters = {name: dict(counts) for name, counts in utils.counters.items()}
-    code_state = copy.deepcopy(pgo._CODE_STATE)
+    before = {id(code) for code in _codes()}
+    counters = _torch.counters()
+    counted = {name: dict(counts) for name, counts in counters.items()}
+    code_state = copy.deepcopy(_torch.code_state())
     try:
         with (
-            inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
-            functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
-            dynamo_config.patch(
+            _torch.patched(
+                _torch.INDUCTOR_CONFIG, fx_graph_cache=False, fx_graph_remote_cache=False
+            ),
+            _torch.patched(
+                _torch.FUNCTORCH_CONFIG,
+                enable_autograd_cache=False,
+                enable_remote_autograd_cache=False,
+            ),
+            _torch.patched(
+                _torch.DYNAMO_CONFIG,
                 recompile_limit=_NO_LIMIT,
                 accumulated_recompile_limit=_NO_LIMIT,
                 fail_on_recompile_limit_hit=False,
@@ -88,46 +90,35 @@ def isolated() -> Iterator[None]:
         ):
             yield
     finally:
-        _forget_codes(convert_frame, before)
-        pgo._CODE_STATE = code_state
-        utils.counters.clear()
-        for name, counts in counters.items():
-            utils.counters[name].update(counts)
+        _forget_codes(before)
+        _torch.set_code_state(code_state)
+        counters.clear()
+        for name, counts in counted.items():
+            counters[name].update(counts)
 
 
-def _codes(convert_frame: Any) -> list[Any]:
-    found = [reference() for reference in convert_frame.input_codes.seen]
+def _codes() -> list[Any]:
+    found = [reference() for reference in _torch.input_codes().seen]
     return [code for code in found if code is not None]
 
 
-def _forget_codes(convert_frame: Any, before: set[int]) -> None:
+def _forget_codes(before: set[int]) -> None:
     """Code that Dynamo met for the first time forgets what was compiled.
 
     Code that it knew keeps all its entries: ours sit in a bucket that no other call looks into.
     """
-    from torch._C._dynamo.eval_frame import reset_code
-
-    for code in _codes(convert_frame):
+    for code in _codes():
         if id(code) not in before:
-            reset_code(code)
+            _torch.reset_code()(code)
 
 
 # ---- compiling beside the user's own compiled code ----------------------------------------------
 
 
-def recompile_limit() -> int:
-    """How many versions of one function Dynamo compiles before it goes on in eager."""
-    from torch._dynamo import config
-
-    return int(config.recompile_limit)
-
-
 @functools.cache
 def _region() -> int:
     """The part of Dynamo's caches that the checkers of this process share."""
-    from torch._dynamo import eval_frame
-
-    return int(next(_torch.needed(eval_frame, "_next_isolate_recompiles_id")))
+    return int(next(_torch.next_region()))
 
 
 def compiled_apart(
@@ -146,27 +137,21 @@ def compiled_apart(
         backend: a callable.
         num_modules: that are compiled one by one and may share the code.
     """
-    from torch._dynamo import eval_frame
-
     earlier = 0
     if code is not None:
-        entries = _torch.needed(eval_frame, "_get_cache_entries_for_region")
-        earlier = len(entries(code, _region()))
-    context = torch._dynamo.optimize(
-        backend=backend, recompile_limit=recompile_limit() * num_modules + earlier
+        earlier = len(_torch.entries_of_region()(code, _region()))
+    context = _torch.optimize()(
+        backend=backend, recompile_limit=_torch.recompile_limit() * num_modules + earlier
     )
     if not isinstance(context, contextlib.nullcontext):  # that is TORCHDYNAMO_DISABLE=1
-        _torch.needed(context, "_isolate_recompiles_id")
-        context._isolate_recompiles_id = _region()
+        _torch.in_region(context, _region())
     compiled: Callable[..., Any] = context(function)
     return compiled
 
 
 def version_compiled_now() -> tuple[int, int] | None:
     """Which function a backend is compiling a graph of, and the number of its version."""
-    from torch._guards import CompileContext
-
-    found = CompileContext.current_compile_id()
+    found = _torch.CompileContext().current_compile_id()
     if found is None or found.frame_id is None or found.frame_compile_id is None:
         return None
     return found.frame_id, found.frame_compile_id
@@ -188,18 +173,14 @@ class Attempt:
 
 def last_attempt() -> Any:
     """A mark for `attempts_since`."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    found = get_compilation_metrics()
+    found = _torch.compilation_metrics()()
     return found[-1] if found else None
 
 
 def attempts_since(mark: Any) -> list[Attempt]:
     """The frames that Dynamo has met since the mark, in order; the last 64 at most."""
-    from torch._dynamo.utils import get_compilation_metrics
-
     found: list[Attempt] = []
-    for item in reversed(get_compilation_metrics()):
+    for item in reversed(_torch.compilation_metrics()()):
         if item is mark:
             break
         attempt = _attempt_of(item)
@@ -210,15 +191,13 @@ def attempts_since(mark: Any) -> list[Attempt]:
 
 def _attempt_of(metrics: Any) -> Attempt | None:
     """None for the compilation of a backward graph, which is no frame."""
-    from torch._guards import CompileId
-
     if metrics.co_name is None and metrics.fail_reason is None:
         return None
-    version = CompileId.from_string(metrics.compile_id)
+    version = _torch.CompileId().from_string(metrics.compile_id)
     if version is None or version.frame_id is None or version.frame_compile_id is None:
         return None
     # a frame of ours in front of a class of torch.nn has no name that would tell anything
-    known = metrics.co_name is not None and metrics.co_filename != _torch.__file__
+    known = metrics.co_name is not None and metrics.co_filename != backends.__file__
     place = f"{Path(metrics.co_filename or '').name}:{metrics.co_firstlineno}"
     broken = metrics.fail_reason or next(iter(sorted(metrics.restart_reasons or ())), "")
     return Attempt(
@@ -263,10 +242,8 @@ class Lowered:
 @contextlib.contextmanager
 def lowerings() -> Iterator[list[Lowered]]:
     """Every graph that inductor generates code for, in order."""
-    from torch._inductor.graph import GraphLowering
-
     found: list[Lowered] = []
-    original = GraphLowering.compile_to_module
+    lowering, original = _torch.GraphLowering(), _torch.compile_to_module()
 
     @functools.wraps(original)
     def noting(self: Any) -> Any:
@@ -278,11 +255,11 @@ def lowerings() -> Iterator[list[Lowered]]:
             found.append(Lowered(module, "", {}, problem=problem))
         return module
 
-    GraphLowering.compile_to_module = noting  # type: ignore[method-assign]
+    lowering.compile_to_module = noting
     try:
         yield found
     finally:
-        GraphLowering.compile_to_module = original  # type: ignore[method-assign]
+        lowering.compile_to_module = original
 
 
 def _lowered(lowering: Any, module: Any) -> Lowered:
@@ -293,50 +270,43 @@ def _lowered(lowering: Any, module: Any) -> Lowered:
             source = file.read()
     nodes: dict[str, str] = {}
     mutated: dict[str, list[str]] = {}
-    for name, buffer in lowering.name_to_buffer.items():
-        node = buffer.get_origin_node()
+    for name, buffer in _torch.buffers_of(lowering).items():
+        node = _torch.origin_node_of(buffer)()
         if node is not None:
             nodes[name] = node.name
-        if buffer.should_allocate() or not buffer.get_mutation_names():
+        if _torch.should_allocate(buffer)():
             continue
-        for changed in buffer.get_mutation_names():
+        for changed in _torch.mutation_names_of(buffer)():
             mutated.setdefault(changed, []).append(name)
     return Lowered(module, source, nodes, mutated)
 
 
 def compile_fx(graph: Any, inputs: Any, inner: Callable[..., Any]) -> Any:
     """Inductor as a backend, with `inner` in place of its own compiler of one graph."""
-    from torch._inductor import compile_fx as home
-
-    return home.compile_fx(graph, inputs, inner_compile=inner)
+    return _torch.compile_fx()(graph, inputs, inner_compile=inner)
 
 
 def compile_inner(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
     """Inductor's own compiler of one graph, forward or backward."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    return compile_fx_inner(graph, inputs, **options)
+    return _torch.compile_fx_inner()(graph, inputs, **options)
 
 
 def compile_lowered(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Inductor on a graph of ATen ops whose placeholders carry their meta values."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.utils import BoxedBool
-    from torch._inductor.virtualized import V
-
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     examples = [node.meta["val"] for node in placeholders]
     modes = [getattr(value, "fake_mode", None) for value in examples]
     fake_mode = next((mode for mode in modes if mode is not None), None)
     if fake_mode is None:
-        fake_mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode = _torch.FakeTensorMode()(allow_non_fake_inputs=True)
         examples = [
             fake_mode.from_tensor(value) if isinstance(value, Tensor) else value
             for value in examples
         ]
-    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), torch.no_grad():
+    context = _torch.TracingContext()(fake_mode)
+    with _torch.tracing()(context), _torch.set_fake_mode()(fake_mode), torch.no_grad():
         compiled = compile_inner(
-            graph, examples, cudagraphs=BoxedBool(value=False), static_input_idxs=[],
+            graph, examples, cudagraphs=_torch.BoxedBool()(value=False), static_input_idxs=[],
             is_inference=True, boxed_forward_device_index=None,
         )  # fmt: skip
     function: Callable[[list[Any]], Any] = compiled
@@ -346,33 +316,27 @@ def compile_lowered(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 @contextlib.contextmanager
 def inductor_options(**options: Any) -> Iterator[None]:
     """Options of `torch._inductor.config` for the length of the context."""
-    from torch._inductor import config
-
-    with config.patch(options):
+    with _torch.patched(_torch.INDUCTOR_CONFIG, **options):
         yield
 
 
 def aot_backend(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """AOT autograd with two compilers and no decompositions of its own."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    backend: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    backend: Callable[..., Any] = _torch.aot_autograd()(fw_compiler=forward, bw_compiler=backward)
     return backend
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table with which inductor and `aot_eager_decomp_partition` trace."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return dict(select_decomp_table())
+    return dict(_torch.select_decomp_table()())
 
 
 def strided_copy(value: Any) -> Any:
     """A copy of a tensor with its very strides, as generated code asserts them; else the value."""
-    from torch._prims_common import clone_preserve_strides
-
     with _torch.no_modes():
-        return clone_preserve_strides(value.detach()) if isinstance(value, Tensor) else value
+        return (
+            _torch.clone_preserve_strides()(value.detach()) if isinstance(value, Tensor) else value
+        )
 
 
 # ---- sizes --------------------------------------------------------------------------------------
@@ -414,7 +378,5 @@ def sources_of(graph: fx.GraphModule) -> list[str]:
 
 def place_of_input(node: fx.Node) -> int | None:
     """Of a placeholder of AOT autograd's graph among the inputs of Dynamo's; None: it is none."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-
     about = node.meta.get("desc")
-    return about.idx if isinstance(about, PlainAOTInput) else None
+    return about.idx if isinstance(about, _torch.PlainAOTInput()) else None

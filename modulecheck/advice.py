@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from modulecheck import _inductor, _torch
+from modulecheck import _inductor
+from modulecheck.backends import load_backend, random_as_eager
 from modulecheck.budget import Budget, Progress
 from modulecheck.culprit import Culprit
 from modulecheck.findings import Place
@@ -101,6 +102,6 @@ def _left_out(modules: list[nn.Module]) -> Iterator[None]:
 
 def _passes(rerun: Rerun, ladder: Ladder) -> bool:
     backend = rerun.call.backend
-    with _torch.random_as_eager(backend):
-        outcome = rerun.compiled(_torch.load_backend(backend), dynamic=ladder.dynamic)
+    with random_as_eager(backend):
+        outcome = rerun.compiled(load_backend(backend), dynamic=ladder.dynamic)
     return not outcome.problem and not rerun.failed(outcome)

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from modulecheck import _inductor, _torch
+from modulecheck import _inductor
+from modulecheck.backends import load_backend
 from modulecheck.graph_capture import Captured, copied, noted
 from modulecheck.same_program import Inputs, inputs_for
 
@@ -74,9 +75,7 @@ def compiled_and_kept(
             )  # fmt: skip
         return compiled
 
-    artifact.compiled = _torch.load_backend("inductor")(
-        graph, inputs, inner_compile=inner, **options
-    )
+    artifact.compiled = load_backend("inductor")(graph, inputs, inner_compile=inner, **options)
     return artifact
 
 

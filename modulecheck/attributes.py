@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modulecheck import trees
+from modulecheck import _torch, trees
 
 __all__ = ["Attributes", "attribute_tensors"]
 
@@ -27,7 +27,7 @@ MAX_VALUES = 1000
 """An object from which more values are reached is a vocabulary, or the program around the module,
 and no state of its forward."""
 
-_OF_TORCH = (frozenset(nn.Module().__dict__) - {"training"}) | {"_compiled_call_impl", "forward"}
+_OF_TORCH = (frozenset(nn.Module().__dict__) - {"training"}) | {_torch.COMPILED_CALL, "forward"}
 _ATOMS = (
     int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType,

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modulecheck import _torch, trees
+from modulecheck import trees
+from modulecheck.distributed import is_gathered, own_class
 from modulecheck.recorded_files import UnknownBackend, without_foreign
 from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
@@ -126,7 +127,7 @@ def bound(
             " package.module:name"
         )
     if model is None and call.module is not None:
-        if _torch.is_gathered(call.module):
+        if is_gathered(call.module):
             raise ArgumentError(
                 f"model: {_named(call)} is sharded by FSDP2 and cannot be copied: give a function"
                 " that builds the model without it"
@@ -151,7 +152,7 @@ def _module_at(model: nn.Module, call: RecordedCall) -> nn.Module:
     if module is None:
         raise ArgumentError(f"model: {type(model).__name__} has no module {call.fqn!r}")
     kind = call.kind.rpartition(":")[2]
-    own = _torch.own_class(module).__qualname__
+    own = own_class(module).__qualname__
     if own != kind:
         raise ArgumentError(
             f"model: {call.fqn or '<root>'} is a {own}, the recorded one was a {kind}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from modulecheck import _inductor, _torch
+from modulecheck.backends import random_as_eager
 from modulecheck.budget import Budget
 from modulecheck.call_graphs import CapturedGraph, graphs_of, state_of
 from modulecheck.culprit import Culprit
@@ -168,6 +169,6 @@ def _shows(path: Path, backend: Any, *, dynamic: bool | None) -> bool:
         beside, model = [None] * len(expected), graph
     else:
         model = _inductor.compiled_alone(graph, backend, dynamic=dynamic)
-    with _torch.random_as_eager(backend), contextlib.redirect_stdout(io.StringIO()):
+    with random_as_eager(backend), contextlib.redirect_stdout(io.StringIO()):
         actual = file.compute(model, wide=False)
         return bool(file.verdict(file.limits(), actual, expected, beside))

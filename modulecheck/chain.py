@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from modulecheck import _torch
 from modulecheck.compared import Kinks, References
 from modulecheck.goldens import Key, array_of
 from modulecheck.kink_rule import KINK_DRAWS
@@ -53,9 +54,9 @@ class Change:
             if parameter.grad is not None and self.wide:
                 parameter.grad.data = parameter.grad.data.to(wider(parameter.grad.dtype))
         for module in model.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in _torch.own_buffers(module).items():
                 if buffer is not None and self.wide:
-                    module._buffers[name] = buffer.to(wider(buffer.dtype))
+                    _torch.own_buffers(module)[name] = buffer.to(wider(buffer.dtype))
 
     def on_input(self, tensor: Tensor) -> Tensor:
         """A changed tensor; gradients flow back through the change."""

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from modulecheck import _torch
 from modulecheck import report as _report
+from modulecheck.backends import is_backend, lacks_cpp_compiler
 from modulecheck.budget import Budget
 from modulecheck.call_repro import write_call_repro, write_repros
 from modulecheck.compared import Rule
@@ -190,13 +190,13 @@ class PrecisionChecker:
         """Say now what would otherwise be an error in the middle of the step."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
-        if isinstance(self.backend, str) and not _torch.is_backend(self.backend):
+        if isinstance(self.backend, str) and not is_backend(self.backend):
             raise ArgumentError(
                 f"backend: torch.compile knows none of the name {self.backend!r};"
                 " torch._dynamo.list_backends() gives those it knows"
             )
         on_cpu = any(item.device.type == "cpu" for item in model.parameters())
-        if self.backend == "inductor" and on_cpu and _torch.lacks_cpp_compiler():
+        if self.backend == "inductor" and on_cpu and lacks_cpp_compiler():
             raise RuntimeError(
                 "backend='inductor' needs a C++ compiler for a model on the CPU and finds none:"
                 " install g++ or clang++, or choose backend='aot_eager'"

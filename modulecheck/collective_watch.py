@@ -28,6 +28,7 @@ from modulecheck.collectives import (
     parts_got,
     wait_until_there,
 )
+from modulecheck.distributed import unwraps_itself
 from opcheck.modules import find_user_frame, spell_line
 
 __all__ = ["Seen", "Watch", "bits_of"]
@@ -105,7 +106,7 @@ class Watch(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if os.getpid() != self._pid:
             return func(*args, **kwargs)
-        if types and _torch.unwraps_itself(types):
+        if types and unwraps_itself(types):
             return NotImplemented
         if self._pending and not self._arrives(func, args) and not is_neutral(func):
             self._read(_storages((*args, *kwargs.values())))
@@ -215,7 +216,7 @@ def _storages(values: Any) -> set[int]:
 def _storage(tensor: Tensor) -> int:
     """Of two tensors the same where they share memory; 0 for those that have none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(_torch.memory_of(tensor))
     except (NotImplementedError, RuntimeError):  # sparse and opaque tensors
         return 0
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from modulecheck import _torch
+from modulecheck.distributed import group_of, wait_for
 
 __all__ = [
     "Collective",
@@ -112,7 +113,7 @@ def namespace_of(func: Any) -> str:
 
 
 def _name_of(func: Any) -> str:
-    return f"{func.namespace}.{func._schema.name.partition('::')[2]}"
+    return f"{func.namespace}.{_torch.schema_of(func).name.partition('::')[2]}"
 
 
 def is_wait(func: Any) -> bool:
@@ -124,8 +125,9 @@ def is_neutral(func: Any) -> bool:
     """True for an op that may be given results which are still on their way: views and the like."""
     if getattr(func, "is_view", False):
         return True
-    schema = getattr(func, "_schema", None)
-    return schema is not None and schema.name.partition("::")[2] in _NEUTRAL
+    if isinstance(func, _torch.HigherOrderOperator):
+        return False
+    return _torch.schema_of(func).name.partition("::")[2] in _NEUTRAL
 
 
 def parse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
@@ -137,7 +139,7 @@ def parse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectiv
     if not kind:
         return Collective(name, "")
     bound = _bound(func, args, kwargs)
-    group, ranks = _torch.group_of(bound.get("process_group", bound.get("group_name")))
+    group, ranks = group_of(bound.get("process_group", bound.get("group_name")))
     given = next(bound[key] for key in _GIVEN if key in bound)
     return Collective(
         name, kind, group, ranks, _reduction(bound.get("reduce_op")), _root(bound, ranks),
@@ -148,7 +150,7 @@ def parse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectiv
 def wait_until_there(func: Any, out: Any, parts: tuple[Part, ...]) -> None:
     """Wait for results that the step has not waited for."""
     if namespace_of(func) == "c10d":
-        _torch.wait_for(out)
+        wait_for(out)
         return
     for part in parts:
         for tensor in part.whole:
@@ -167,7 +169,7 @@ def parts_got(
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in _torch.schema_of(func).arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

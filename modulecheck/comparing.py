@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from modulecheck import _torch
 from modulecheck.artifacts import Artifact
 from modulecheck.attributes import attribute_tensors
 from modulecheck.compared import Compared, Rule, documented
+from modulecheck.distributed import is_gathered
 from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.hooks import RegionGradients
 from modulecheck.pairing import Item, Pairs
@@ -20,6 +20,7 @@ from modulecheck.recording import Recorder
 from modulecheck.replay import Replayed, Snapshot, arguments
 from modulecheck.results import ModuleDiff, TensorDiff
 from modulecheck.sidechannel import Agreement
+from modulecheck.undisturbed import user_hooks
 from modulecheck.watching import undefined_casts
 from opcheck.records import Verdict
 
@@ -142,7 +143,7 @@ class ModuleCall:
     def wait_for_backward(self, replayed: Replayed) -> None:
         """Keep the eager graph until the real gradients are known."""
         self._replayed = replayed
-        if _torch.is_gathered(self.module):  # a float64 run needs the parameters
+        if is_gathered(self.module):  # a float64 run needs the parameters
             self._settle([], [])
 
     def compare_backward(self) -> None:
@@ -255,7 +256,7 @@ class ModuleCall:
         why = ""
         if self.random_differs:
             why = "the two sides drew other random numbers"
-        elif _torch.user_hooks(self.module):
+        elif user_hooks(self.module):
             why = "hooks_not_replayed: the module has hooks of yours that eager ran without"
         elif item.dtype.startswith(("int", "uint")) and self._casts_undefined():
             why = "a float is cast to an integer that cannot hold it: the value is undefined"

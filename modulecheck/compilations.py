@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from modulecheck import _inductor, _torch
+from modulecheck.backends import recompile_limit_hits
 from modulecheck.hooks import Ran, counted
 
 __all__ = ["CompileLog", "Compiled"]
@@ -57,7 +58,7 @@ class Compiled:
 class CompileLog:
     """The calls of one run of a step."""
 
-    limit: int = field(default_factory=_inductor.recompile_limit)
+    limit: int = field(default_factory=_torch.recompile_limit)
     _warnings: list[str] = field(default_factory=list)
     _functions: dict[int, str] = field(default_factory=dict)
     """Of each frame, by Dynamo's number of it."""
@@ -71,7 +72,7 @@ class CompileLog:
     @contextlib.contextmanager
     def listening(self) -> Iterator[CompileLog]:
         """Hears Dynamo's warnings inside."""
-        with _torch.recompile_limit_hits() as self._warnings:
+        with recompile_limit_hits() as self._warnings:
             yield self
 
     @contextlib.contextmanager

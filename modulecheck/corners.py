@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modulecheck import _torch
+
 __all__ = ["Corner", "corners_of", "hides_corners"]
 
 
@@ -100,14 +102,14 @@ _HIDDEN = frozenset(
 
 def hides_corners(func: Any) -> bool:
     """True for ops that may have corners which `corners_of` does not give."""
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if isinstance(func, _torch.HigherOrderOperator):
         return True
     return func.namespace not in ("aten", "prims") or _name(func) in _HIDDEN
 
 
 def corners_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Corner]:
     """The corners of one call, for its floating inputs; empty for ops that have none."""
-    name = "" if isinstance(func, torch._ops.HigherOrderOperator) else _name(func)
+    name = "" if isinstance(func, _torch.HigherOrderOperator) else _name(func)
     find = _finder(name)
     if find is None or not args or not _is_real(args[0]) or not args[0].numel():
         return []
@@ -123,7 +125,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    parameters = func._schema.arguments
+    parameters = _torch.schema_of(func).arguments
     bound = {item.name: item.default_value for item in parameters if item.has_default_value()}
     bound.update(zip((item.name for item in parameters), args, strict=False))
     return {**bound, **kwargs}

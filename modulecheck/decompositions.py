@@ -48,7 +48,7 @@ def wrong_decompositions(captured: Captured, table: Table) -> list[WrongDecompos
     for node in captured.traced.graph.nodes:
         if node.op != "call_function" or node.target not in table or draws_random_numbers([node]):
             continue
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", True):
+        if _torch.is_mutable(node.target) is not False:
             continue
         wrong = _wrong(node, values, table)
         if wrong is not None:
@@ -107,7 +107,7 @@ class _Decomposing(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         direct = func(*args, **kwargs)
         entry = self._table.get(func)
-        if entry is None or func in self._inside or func._schema.is_mutable:
+        if entry is None or func in self._inside or _torch.is_mutable(func):
             return direct
         self._inside.append(func)
         try:

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from modulecheck import _torch, trees
+from modulecheck import trees
 from modulecheck.compared import Kinks, References
+from modulecheck.distributed import local_part, with_local_part
 from modulecheck.flips import CornerScan, Flip, FlipMode
 from modulecheck.kink_rule import KINK_DRAWS
 from modulecheck.replay import Replayed, Snapshot, replay, same_dtype, widened
@@ -56,7 +57,7 @@ def results_of(replayed: Replayed) -> dict[Key, Tensor]:
 
 def array_of(tensor: Tensor) -> Array:
     """The values; of a DTensor this rank's, of layouts that NumPy does not know, as dense."""
-    plain = _torch.local_part(tensor.detach())
+    plain = local_part(tensor.detach())
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
     if plain.is_quantized:
@@ -280,10 +281,10 @@ class Goldens:
             if size:
                 np.maximum(step, size * np.maximum(np.abs(values), rms(values)), out=step)
             signs = generator.choice((-1.0, 1.0), size=values.size)
-            shape = tuple(_torch.local_part(tensor.detach()).shape)
+            shape = tuple(local_part(tensor.detach()).shape)
             new = torch.from_numpy((values + signs * step).reshape(shape))
             new = new.to(device=tensor.device, dtype=base.dtype)
-            return _torch.with_local_part(tensor, new)
+            return with_local_part(tensor, new)
 
         return moved
 

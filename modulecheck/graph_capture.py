@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from modulecheck import _inductor
+from modulecheck import _inductor, _torch
 from modulecheck.snapshot import RandomState
 
 __all__ = ["Capture", "Captured", "Given", "GraphRun", "copied", "noted"]
@@ -135,8 +135,7 @@ def noted(captured: Captured, run: Callable[[list[Any]], Any]) -> Callable[[list
             captured.runs.append(GraphRun(copies, RandomState.now()))
         return run(args)
 
-    noting._boxed_call = True  # type: ignore[attr-defined] # else AOT autograd passes *args
-    return noting
+    return _torch.boxed(noting)  # else AOT autograd passes *args
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:

@@ -107,8 +107,7 @@ def _held(value: Any) -> Any:
 
 
 def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+    return node.op == "call_function" and bool(_torch.is_mutable(node.target))
 
 
 def tensor_nodes(graph: fx.Graph) -> list[fx.Node]:

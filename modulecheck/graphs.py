@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from modulecheck import _torch
+from modulecheck.compiled_graphs import compiled_graphs
+from modulecheck.distributed import rank_of_several
 
 __all__ = ["GraphDump"]
 
@@ -25,7 +26,7 @@ class GraphDump:
         Args:
             folder: where to, with a folder for each rank where there are several; None: nowhere.
         """
-        rank = _torch.rank_of_several()
+        rank = rank_of_several()
         self._folder = folder if folder is None or rank is None else folder / f"rank{rank}"
         self._num_written = 0
         self._problem = ""
@@ -44,7 +45,7 @@ class GraphDump:
             self._problem = f"{type(error).__name__}: {error}"
             yield
             return
-        with _torch.compiled_graphs(self._write):
+        with compiled_graphs(self._write):
             yield
 
     def _write(self, stage: str, text: str) -> None:

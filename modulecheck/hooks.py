@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from modulecheck import _inductor, _torch, trees
 from modulecheck.artifacts import Artifact, compiled_and_kept
 from modulecheck.attributes import attribute_tensors
+from modulecheck.backends import compiles_only_inlined, inlined, is_own_inductor, load_backend
+from modulecheck.distributed import is_fsdp2
 from modulecheck.node_origin import names_of
 from modulecheck.replay import arguments, replaying
 
@@ -87,11 +89,11 @@ class CountingBackend:
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
         artifact, version = None, _inductor.version_compiled_now()
-        if _torch.is_own_inductor(self.backend):
+        if is_own_inductor(self.backend):
             artifact = compiled_and_kept(graph, inputs, self._names(), **options)
             compiled = artifact.compiled
         else:
-            compiled = _torch.load_backend(self.backend)(graph, inputs, **options)
+            compiled = load_backend(self.backend)(graph, inputs, **options)
 
         def run(*args: Any) -> Any:
             for ran in _executions.open:
@@ -107,7 +109,7 @@ class CountingBackend:
 
 def _eager(module: nn.Module) -> Callable[..., Any]:
     """What is compiled: inside the hooks of FSDP2, where parameters are plain and full."""
-    return module.forward if _torch.is_fsdp2(module) else module._call_impl
+    return module.forward if is_fsdp2(module) else _torch.call_impl(module)
 
 
 def _compiled(
@@ -121,10 +123,10 @@ def _compiled(
     code = _code_of(module.forward)
     if cast_dtype is not None:
         tag = f"{_tag(module, cast_dtype)} {device}"
-        call = _torch.inlined(_with_autocast(call, device, cast_dtype), tag)
+        call = inlined(_with_autocast(call, device, cast_dtype), tag)
         code = _code_of(call)
-    elif _torch.compiles_only_inlined(module):
-        call = _torch.inlined(call, _tag(module, None))
+    elif compiles_only_inlined(module):
+        call = inlined(call, _tag(module, None))
         code = _code_of(call)
     return _inductor.compiled_apart(
         call, code, CountingBackend(backend, module), num_modules=num_modules
@@ -213,7 +215,7 @@ class Boundary:
             num_modules: that are compiled one by one, and may share code.
         """
         self._module = module
-        self._place = "forward" if _torch.is_fsdp2(module) else "_compiled_call_impl"
+        self._place = "forward" if is_fsdp2(module) else _torch.COMPILED_CALL
         self._before = module.__dict__.get(self._place)
         eager = _eager(module)
         compiled = _Runner(module, eager, backend, cast_dtype, num_modules)
@@ -402,9 +404,11 @@ class RegionGradients:
             key = _identity(tensor)
             if not tensor.requires_grad or key in taken or key in self._input_keys:
                 continue
-            base = tensor._base if tensor._is_view() else None
+            base = _torch.base_of(tensor) if _torch.is_view(tensor) else None
             others = [*roots, *(item for _, item in found)]
-            if base is not None and any(base is item or base is item._base for item in others):
+            if base is not None and any(
+                base is item or base is _torch.base_of(item) for item in others
+            ):
                 continue  # its gradient arrives through the other one
             taken.add(key)
             found.append((source, tensor))
@@ -420,7 +424,7 @@ class RegionGradients:
             yield ("attribute", name), tensor
 
     def _is_outside(self, node: Any) -> bool:
-        return bool(node._sequence_nr() < self._first_nr)
+        return bool(_torch.sequence_nr_of(node) < self._first_nr)
 
     def _goes_on(self, node: Any, nr: int) -> bool:
         return (

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from modulecheck import _inductor, _torch
+from modulecheck.backends import load_backend, random_as_eager
 from modulecheck.bisecting import FirstBad, first_bad_node
 from modulecheck.budget import Budget, Progress
 from modulecheck.compared import Compared
@@ -63,7 +64,7 @@ def in_inductor(
 
 
 def _with_inductor(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    backend = _torch.load_backend("inductor")
+    backend = load_backend("inductor")
     compiled: Callable[..., Any] = backend(graph, inputs)
     return compiled
 
@@ -163,8 +164,7 @@ def _reordered(
     writes = [
         item
         for item in nodes.values()
-        if getattr(getattr(item.target, "_schema", None), "is_mutable", False)
-        and _root(item.args[0]) is source
+        if _torch.is_mutable(item.target) and _root(item.args[0]) is source
     ]
     name = tensor or _input(captured, source)
     by = ""
@@ -224,7 +224,7 @@ def in_decompositions(
     if found:
         return found
     why = "no decomposition differs from its op: the partitioning of forward and backward does"
-    return _bisected(place, ladder, stage, _torch.load_backend(stage), why, budget, on_progress)
+    return _bisected(place, ladder, stage, load_backend(stage), why, budget, on_progress)
 
 
 # ---- any backend --------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def in_backend(
 ) -> list[Culprit]:
     """The op of the captured graph with which a backend first goes wrong."""
     own = ladder.born == ladder.top
-    backend = _torch.load_backend(place.rerun.call.backend if own else ladder.born)
+    backend = load_backend(place.rerun.call.backend if own else ladder.born)
     why = _NAMES.get(ladder.born, f"backend {ladder.born} does not do what its graph says")
     return _bisected(place, ladder, ladder.born, backend, why, budget, on_progress)
 
@@ -252,7 +252,7 @@ def _bisected(
     found = []
     for number, given in enumerate(ladder.capture.given if ladder.capture else [], 1):
         on_progress(f"halving graph {number} with {stage}")
-        with _torch.random_as_eager(place.rerun.call.backend):
+        with random_as_eager(place.rerun.call.backend):
             bad = first_bad_node(
                 given,
                 backend,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from modulecheck import _inductor, _torch
+from modulecheck import _inductor
 from modulecheck.artifacts import Reused
+from modulecheck.backends import load_backend, random_as_eager
 from modulecheck.budget import Budget, Progress
 from modulecheck.compared import Compared
 from modulecheck.goldens import Key
@@ -98,7 +99,7 @@ def _compile_again(rerun: Rerun, found: Ladder, budget: Budget, on_progress: Pro
         on_progress(f"compiling with {found.top}" + (" for dynamic shapes" if dynamic else ""))
         capture = Capture()
         backend = rerun.call.backend
-        own = capture.inductor if found.top == "inductor" else _torch.load_backend(backend)
+        own = capture.inductor if found.top == "inductor" else load_backend(backend)
         outcome = _run(rerun, own, capture, dynamic=dynamic)
         found.capture = capture
         if outcome.problem or not capture.num_runs:
@@ -111,7 +112,7 @@ def _compile_again(rerun: Rerun, found: Ladder, budget: Budget, on_progress: Pro
 
 
 def _run(rerun: Rerun, own: Any, capture: Capture, *, dynamic: bool | None) -> Outcome:
-    with _torch.random_as_eager(rerun.call.backend):
+    with random_as_eager(rerun.call.backend):
         return rerun.compiled(capture.around(own), dynamic=dynamic)
 
 
@@ -120,7 +121,7 @@ def _descend(rerun: Rerun, found: Ladder, budget: Budget, on_progress: Progress)
         if not budget.allows_compile(f"stage {stage}"):
             return
         on_progress(f"compiling with {stage}")
-        outcome = rerun.compiled(_torch.load_backend(backend), dynamic=found.dynamic)
+        outcome = rerun.compiled(load_backend(backend), dynamic=found.dynamic)
         failed = rerun.failed(outcome, found.failed)
         if not failed:
             return

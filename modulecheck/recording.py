@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.artifacts import Artifact
+from modulecheck.distributed import own_class, ranks_of
 from modulecheck.goldens import Key
 from modulecheck.replay import Snapshot
 
@@ -91,7 +92,7 @@ class RecordedCall:
             fqn: of the module in the model, where that is not its name.
             artifacts: what ran compiled.
         """
-        kind = _torch.own_class(module)
+        kind = own_class(module)
         with _torch.no_modes():
             return cls(
                 name=name,
@@ -227,7 +228,7 @@ class Recorder:
         if snapshot.parameters_moved(module):
             return "its parameters were written before its verdict was known"
         shared = [*module.parameters(), *trees.tensors((snapshot.args, snapshot.kwargs))]
-        if _torch.ranks_of(shared):
+        if ranks_of(shared):
             return "ranks share its tensors, and one of them cannot run it again alone"
         size = _num_bytes(snapshot, module.parameters(), rest["grads"], rest["actual"].values())
         if self._used + size > self._limit_mb * _MIB:

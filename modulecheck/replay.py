@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.attributes import attribute_tensors
+from modulecheck.distributed import is_fsdp2, no_collectives
 from modulecheck.snapshot import RandomState, Snapshot, arguments, copied_together
+from modulecheck.undisturbed import undisturbed
 from opcheck.golden_rules import wider
 
 __all__ = [
@@ -146,7 +148,7 @@ class _Holder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # the hooks of FSDP2 are outside of what is compared
-        run = self.inner.forward if _torch.is_fsdp2(self.inner) else self.inner._call_impl
+        run = self.inner.forward if is_fsdp2(self.inner) else _torch.call_impl(self.inner)
         with contextlib.ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
@@ -176,7 +178,7 @@ def _running(*, compiled: bool = False) -> Iterator[None]:
             stack.enter_context(_torch.no_modes())
             if not compiled:  # a mode turns compile off, and hooks make it another graph
                 if not _now.together:
-                    stack.enter_context(_torch.no_collectives())
+                    stack.enter_context(no_collectives())
                 stack.enter_context(
                     torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
                 )
@@ -253,7 +255,7 @@ def replay(
         holder = _Holder(module, modes, through, {**parameters, **buffers})
         state = {f"inner.{name}": item for name, item in {**parameters, **buffers}.items()}
         snapshot.random.restore()
-        with _torch.undisturbed(module):
+        with undisturbed(module):
             snapshot.attributes.put(module, {**parameters, **buffers}, _held_copies(convert))
             output = torch.func.functional_call(holder, state, args, kwargs)
         return Replayed(

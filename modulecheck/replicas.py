@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from modulecheck import _torch
 from modulecheck.collective_watch import bits_of
+from modulecheck.distributed import inside_ddp, local_part, replica_key
 
 __all__ = ["replicas_of"]
 
@@ -19,9 +19,9 @@ def replicas_of(model: nn.Module) -> list[tuple[str, str, str]]:
     found = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            key = _torch.replica_key(parameter) or ("ddp" if _in_ddp(model, name) else "")
+            key = replica_key(parameter) or ("ddp" if _in_ddp(model, name) else "")
             if key:
-                found.append((name, key, bits_of(_torch.local_part(parameter))))
+                found.append((name, key, bits_of(local_part(parameter))))
     return found
 
 
@@ -29,7 +29,7 @@ def _in_ddp(model: nn.Module, name: str) -> bool:
     """The parameter is reduced by a DDP module on the way to it."""
     module = model
     for part in name.split("."):
-        if _torch.inside_ddp(module) is not module:
+        if inside_ddp(module) is not module:
             return True
         module = getattr(module, part)
         if not isinstance(module, nn.Module):

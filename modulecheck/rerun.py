@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from modulecheck import _inductor, _torch
+from modulecheck.backends import compiles_only_inlined, inlined
 from modulecheck.compared import Array, Compared, Documented, Rule
 from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.judging import compare, quick
@@ -105,9 +106,9 @@ class Rerun:
 
     def compiled(self, backend: Any, *, dynamic: bool | None = None) -> Outcome:
         """Compiled by a backend, alone; call it inside `_inductor.isolated()`."""
-        call: Any = self.module._call_impl
-        if self.call.cast_dtype is None and _torch.compiles_only_inlined(self.module):
-            call = _torch.inlined(call, None)
+        call: Any = _torch.call_impl(self.module)
+        if self.call.cast_dtype is None and compiles_only_inlined(self.module):
+            call = inlined(call, None)
         return self.run(_inductor.compiled_alone(call, backend, dynamic=dynamic))
 
     # ---- judging ----
@@ -241,10 +242,10 @@ def _twin(module: nn.Module, call: RecordedCall) -> nn.Module:
 @contextmanager
 def _no_hooks(module: nn.Module) -> Iterator[None]:
     """A compiled version inside the module would be copied with it, and cannot be."""
-    kept = [(item, item.__dict__.pop("_compiled_call_impl", None)) for item in module.modules()]
+    kept = [(item, item.__dict__.pop(_torch.COMPILED_CALL, None)) for item in module.modules()]
     try:
         yield
     finally:
         for item, compiled in kept:
             if compiled is not None:
-                item.__dict__["_compiled_call_impl"] = compiled
+                item.__dict__[_torch.COMPILED_CALL] = compiled

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from modulecheck import _torch
+from modulecheck.distributed import inside_ddp
 from opcheck.errors import ArgumentError, ArgumentTypeError
 from opcheck.modules import clean_fqn
 
@@ -69,7 +70,7 @@ class Selection:
         """Mark the modules at a depth; containers do not use up depth."""
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
             raise ArgumentError(f"depth: expected an integer of 0 or more, got {depth!r}")
-        found = list(dict.fromkeys(_at_depth(_torch.inside_ddp(model), depth)))
+        found = list(dict.fromkeys(_at_depth(inside_ddp(model), depth)))
         for module in found:
             self.wrapped.setdefault(module, None)
         return found
@@ -107,7 +108,7 @@ class Selection:
             elif module in self.wrapped and (inside or is_compiled(module)):
                 skipped.append((name, _marker(module, held)))
             if module in self.wrapped and not inside and not is_compiled(module):
-                checked, run = module not in self.ignored, _torch.inside_ddp(module)
+                checked, run = module not in self.ignored, inside_ddp(module)
                 targets.append(Target(name, run, checked, fqn=names[module]))
         counts = Counter(target.name for target in targets)
         twice = [name for name, count in counts.items() if count > 1]
@@ -121,7 +122,7 @@ class Selection:
 
 def is_compiled(module: nn.Module) -> bool:
     """The user compiled it before we came."""
-    return _torch.is_compiled_wrapper(module) or module._compiled_call_impl is not None
+    return _torch.is_compiled_wrapper(module) or _torch.compiled_call(module) is not None
 
 
 def _marker(module: nn.Module, inside_wrapper: set[Any]) -> str:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from modulecheck import _torch
+from modulecheck.distributed import default_store
 
 __all__ = ["TIMEOUT_S", "Agreement", "SideChannel"]
 
@@ -53,7 +53,7 @@ class SideChannel:
     @classmethod
     def of_default_group(cls, name: str, *, timeout_s: float = TIMEOUT_S) -> SideChannel | None:
         """None where there is no process group, or it has one rank."""
-        found = _torch.default_store()
+        found = default_store()
         if found is None:
             return None
         store, rank, world_size = found

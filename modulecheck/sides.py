@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from modulecheck import _torch, trees
 from modulecheck.attributes import attribute_tensors
 from modulecheck.compilations import Compiled, CompileLog
+from modulecheck.distributed import shared_by_ranks
 from modulecheck.goldens import Key, array_of
 from modulecheck.hooks import Boundary, RegionGradients
 from modulecheck.keeping import Keeper
@@ -43,7 +44,7 @@ def copied(model: nn.Module) -> nn.Module:
     Raises:
         ModelCopyError: it cannot be copied, or ranks share it.
     """
-    shared = _torch.shared_by_ranks(model)
+    shared = shared_by_ranks(model)
     if shared:
         raise ModelCopyError(
             f"model: {shared}; single_pass=False runs further steps where one rank has a doubt, and"
@@ -275,28 +276,28 @@ def _nothing() -> None:
 
 
 def _versions(model: nn.Module) -> list[int]:
-    return [-1 if item.is_inference() else item._version for item in model.parameters()]
+    return [-1 if item.is_inference() else _torch.version_of(item) for item in model.parameters()]
 
 
 @contextlib.contextmanager
 def _around(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Every call of the module goes through `around(run, args, kwargs)`, for a while."""
-    before = module.__dict__.get("_compiled_call_impl")
-    inner = module._call_impl if before is None else before
+    before = module.__dict__.get(_torch.COMPILED_CALL)
+    inner = _torch.call_impl(module) if before is None else before
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or replaying():
             return inner(*args, **kwargs)
         return around(inner, args, kwargs)
 
-    module.__dict__["_compiled_call_impl"] = call
+    module.__dict__[_torch.COMPILED_CALL] = call
     try:
         yield
     finally:
         if before is None:
-            module.__dict__.pop("_compiled_call_impl", None)
+            module.__dict__.pop(_torch.COMPILED_CALL, None)
         else:
-            module.__dict__["_compiled_call_impl"] = before
+            module.__dict__[_torch.COMPILED_CALL] = before
 
 
 def run_side(

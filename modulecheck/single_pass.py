@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from modulecheck import _torch, trees
+from modulecheck.backends import random_as_eager
 from modulecheck.comparing import ModuleCall
 from modulecheck.compilations import Compiled, CompileLog
+from modulecheck.distributed import CollectiveError, ranks_of, sharded_inside
 from modulecheck.graphs import GraphDump
 from modulecheck.hooks import Boundary, RegionGradients
 from modulecheck.recording import RecordedCall, Recorder
@@ -77,7 +79,7 @@ class SinglePass:
     def install(self) -> None:
         """Compile every target in place."""
         settings = self._settings
-        self.random_switched = self._stack.enter_context(_torch.random_as_eager(settings.backend))
+        self.random_switched = self._stack.enter_context(random_as_eager(settings.backend))
         self._log = self._stack.enter_context(CompileLog().listening())
         self._stack.enter_context(self._graphs.written())
         try:
@@ -145,7 +147,7 @@ class SinglePass:
         try:
             with together(agreed=call.agreement is not None):
                 work()
-        except _torch.CollectiveError as error:
+        except CollectiveError as error:
             call.open_because(str(error))
             call.close("")
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
@@ -162,8 +164,8 @@ class SinglePass:
 
     def _find_ranks(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
         """DTensors: running the module again is a collective, which all of them have to want."""
-        ranks = _torch.ranks_of([*call.module.parameters(), *trees.tensors((args, kwargs))])
-        if not ranks or _torch.sharded_inside(call.module):
+        ranks = ranks_of([*call.module.parameters(), *trees.tensors((args, kwargs))])
+        if not ranks or sharded_inside(call.module):
             return
         if self._channel is None:
             self._channel = SideChannel.of_default_group(
@@ -189,7 +191,7 @@ class SinglePass:
         if call.snapshot.parameters_moved(call.module):
             call.open_because("the forward writes its own parameters, so it cannot be run again")
             return
-        sharded = _torch.sharded_inside(call.module)
+        sharded = sharded_inside(call.module)
         if sharded:
             call.open_because(
                 f"sharded: FSDP2 holds the parameters of {sharded} sharded, and gathering them once"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modulecheck import trees
+from modulecheck import _torch, trees
 from modulecheck.attributes import Attributes
 
 __all__ = ["Autocast", "RandomState", "Snapshot", "arguments", "copied_together"]
@@ -137,7 +137,7 @@ class Snapshot:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {
-        name: (id(parameter), -1 if parameter.is_inference() else parameter._version)
+        name: (id(parameter), -1 if parameter.is_inference() else _torch.version_of(parameter))
         for name, parameter in module.named_parameters()
     }
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
+from modulecheck import _torch
 from modulecheck._torch import inside_autograd
 from modulecheck.tensor_groups import mismatches, output_tag
 from modulecheck.tensor_names import Rename, mapped_names
@@ -351,7 +352,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes when the tensor is written to or another takes its place."""
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+    return id(tensor), -1 if tensor.is_inference() else _torch.version_of(tensor)
 
 
 def _remove_all(handles: list[Callable[[], None]]) -> None:
@@ -368,7 +369,7 @@ def _global_hooks(
     def remove_after() -> None:
         after_handle.remove()
         # on 2.13 the handle forgets this entry, which slows every later module call down
-        _module._global_forward_hooks_with_kwargs.pop(after_handle.id, None)
+        _torch.forward_hooks_with_kwargs.pop(after_handle.id, None)
 
     return [before_handle.remove, remove_after]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modulecheck import _torch
+from modulecheck.backends import random_as_eager
 from modulecheck.chain import LOSS, ChainGoldens, ChainJudge, Change
 from modulecheck.comparing import ModuleCall
 from modulecheck.graphs import GraphDump
@@ -88,7 +88,7 @@ class TwoPass:
         """
         eager = self._side(run_step, copied(self._model))
         with (
-            _torch.random_as_eager(self._settings.backend) as self._random_switched,
+            random_as_eager(self._settings.backend) as self._random_switched,
             self._graphs.written(),
         ):
             compiled = self._side(run_step, copied(self._model), backend=self._settings.backend)

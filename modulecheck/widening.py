@@ -62,7 +62,7 @@ class OpByOp(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if isinstance(func, torch._ops.HigherOrderOperator) or func.is_view:
+        if isinstance(func, _torch.HigherOrderOperator) or func.is_view:
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_mm(*_each(_wide, args), **_each(_wide, kwargs))
@@ -83,7 +83,7 @@ def _is_cast(args: tuple[Any, ...]) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
+    return bool(_torch.is_mutable(func))
 
 
 def _wide(value: Any) -> Any:

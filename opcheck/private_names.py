@@ -62,8 +62,8 @@ class Door:
             raise self._lacks(path) from None
 
     def later(self, path: str) -> Callable[[], Any]:
-        """A function that gives what the path leads to, looked up when it is first called."""
-        return functools.cache(functools.partial(self.need, path))
+        """A function that gives what the path leads to by then."""
+        return functools.partial(self.need, path)
 
     def getter(self, path: str) -> Callable[[Any], Any]:
         """A function that reads the last name of a path from an object; it is looked up now."""
@@ -81,6 +81,16 @@ class Door:
                 raise self._lacks(path) from None
 
         return read
+
+    def writer(self, path: str) -> Callable[[Any, Any], None]:
+        """A function that sets the last name of a path in an object that has it already."""
+        read, name = self.reader(path), path.rpartition(".")[2]
+
+        def write(owner: Any, value: Any) -> None:
+            read(owner)
+            setattr(owner, name, value)
+
+        return write
 
     def _lacks(self, path: str) -> OpcheckError:
         return OpcheckError(

@@ -149,7 +149,7 @@ def test_nothing_compiled_anew_is_said(tmp_path: Path) -> None:
 def test_each_of_several_ranks_has_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modulecheck._torch.rank_of_several", lambda: 1)
+    monkeypatch.setattr("modulecheck.graphs.rank_of_several", lambda: 1)
     checker = PrecisionChecker(dump_graphs=True, graph_dir=str(tmp_path))
     model = BlockModel()
     checker.wrap(model.embed)

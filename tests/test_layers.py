@@ -106,7 +106,6 @@ LAYERS = {
             "budget",
             "collective_rule",
             "compared",
-            "corners",
             "csv_files",
             "culprit",
             "fx_text",
@@ -119,6 +118,7 @@ LAYERS = {
             "tensor_rule",
             "tensor_values",
         },
+        {"backends", "compiled_graphs", "corners", "distributed"},
         {
             "_inductor",
             "collective_findings",
@@ -133,6 +133,7 @@ LAYERS = {
             "tensor_store",
             "trees",
             "trial",
+            "undisturbed",
         },
         {
             "attributes",

@@ -919,7 +919,7 @@ def test_capture_input_shows_or_hides_the_section(capture_input: bool, capsys: A
 def test_inductor_without_a_compiler_is_said_before_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("modulecheck._torch.lacks_cpp_compiler", lambda: True)
+    monkeypatch.setattr("modulecheck.checker.lacks_cpp_compiler", lambda: True)
     model = nn.Sequential(Block(), Block())
     checker = PrecisionChecker(backend="inductor")
     checker.wrap_by_policy(model, (Block,))

@@ -14,10 +14,12 @@ import tomllib
 import torch
 from torch import nn
 
+from modulecheck import _torch
+from opcheck.errors import OpcheckError
 from opcheck.private_names import TESTED
 from tests.test_layers import ROOT, is_for_type_checkers, sources
 
-PACKAGES = ["opcheck"]
+PACKAGES = ["opcheck", "modulecheck"]
 NO_TORCH = {"_getframe", "_SubParsersAction", "_replace", "_fields", "_asdict"}
 """Of Python itself."""
 
@@ -74,7 +76,7 @@ def own_names(package: str) -> set[str]:
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
                 found.add(node.attr)
     return found
 
@@ -104,6 +106,7 @@ def private_uses(tree: ast.AST, own: set[str], *, is_door: bool = False) -> Iter
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_door:
             is_path = re.fullmatch(r"torch(\.\w+)+", node.value) and is_private(node.value)
             is_read = isinstance(parent, ast.Call) and ast.unparse(parent.func) in BY_NAME
+            is_path = is_path and isinstance(parent, (ast.Call, ast.Subscript, ast.Compare))
             if is_path or node.value in OF_MODULES or (is_read and node.value in OF_TORCH):
                 yield f"line {node.lineno}: {node.value!r}"
 
@@ -159,17 +162,17 @@ def test_the_search_lets_pass(code):
 # ---- a clear error ------------------------------------------------------------------------------
 
 
-def asked_for(package: str) -> dict[str, str]:
+def asked_for(package: str) -> list[tuple[str, str]]:
     """Every path that the door of a package names, and how it asks for it."""
     tree = ast.parse(sources(package)["_torch"].read_text())
-    found = {}
+    found = []
     for node, _ in running(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         if ast.unparse(node.func.value) == "_door":
             (path,) = node.args
-            assert isinstance(path, ast.Constant), ast.unparse(node)
-            found[path.value] = node.func.attr
+            if isinstance(path, ast.Constant):  # else an option, see below
+                found.append((path.value, node.func.attr))
     return found
 
 
@@ -211,8 +214,9 @@ def removed(path):
 
 def told(path, how):
     if how == "reader":  # of an object at hand
-        door.reader(path)(object())
-        return
+        return door.reader(path)(object())
+    if how == "writer":
+        return door.writer(path)(object(), None)
     door.need(path)  # there is one to remove
     with removed(path):
         if how == "later":
@@ -222,11 +226,11 @@ def told(path, how):
             importlib.import_module(home)
 
 
-for path, how in asked.items():
+for path, how in asked:
     try:
         told(path, how)
     except OpcheckError as error:
-        print(json.dumps([path, str(error)]))
+        print(json.dumps([path, how, str(error)]))
 """
 
 
@@ -239,12 +243,20 @@ def test_each_missing_name_is_an_error_that_says_which(package):
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert told == {
-        path: f"torch {torch.__version__} has no {path.replace('()', '')}, which {package} needs;"
-        f" tested versions: torch {TESTED}"
-        for path in asked
-    }
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    needs = f"which {package} needs; tested versions: torch {TESTED}"
+    assert told == [
+        [path, how, f"torch {torch.__version__} has no {path.replace('()', '')}, {needs}"]
+        for path, how in asked
+    ]
+
+
+def test_a_missing_option_of_a_configuration_is_named():
+    with pytest.raises(OpcheckError, match=r"has no torch\._inductor\.config\.no_such_option, "):
+        _torch.patched(_torch.INDUCTOR_CONFIG, no_such_option=True)
+    with _torch.patched(_torch.INDUCTOR_CONFIG, fallback_random=True):
+        assert torch._inductor.config.fallback_random
+    assert not torch._inductor.config.fallback_random
 
 
 LACKING = """
