@@ -110,6 +110,7 @@ class Pairs:
         self.items: list[Item] = []
         self.output_nonfinite = False
         self._share = 0.0
+        self._largest_gradient = 0.0
         self._golden_always = golden_always
 
     # ---- looking ----
@@ -151,6 +152,8 @@ class Pairs:
                 item.actual = array_of(actual).copy()
                 return
         y, c = array_of(actual), array_of(eager)
+        if kind in GRADIENTS and c.dtype.kind == "f":  # of those, too, that a glance will settle
+            self._largest_gradient = max(self._largest_gradient, _finite_rms(c))
         item.dtype = dtype or real_dtype(actual.dtype)
         first = quick(y, c, item.dtype, self.rule)
         golden = self._golden_always and y.dtype.kind in "fc" and y.size > 0
@@ -353,17 +356,18 @@ class Pairs:
         return all(i.result is not None and i.result.verdict == Verdict.PASS for i in forward)
 
     def _noise_floor(self, dtype: str, autocast: str) -> float:
-        gradients = [
-            rms(item.eager.reshape(-1))
-            for item in self.items
-            if item.kind in GRADIENTS and item.eager is not None and item.eager.dtype.kind == "f"
-        ]
         eps = max(tol.EPS[dtype], tol.EPS.get(autocast, 0.0))
-        return _NOISE * eps * max(gradients, default=0.0)
+        return _NOISE * eps * self._largest_gradient
 
     def forward_error(self) -> float:
         """Largest rms distance of the two sides' outputs, as a share of the output's rms."""
         return max(self._share, forward_error(self.items))
+
+
+def _finite_rms(values: Array) -> float:
+    with np.errstate(all="ignore"):
+        found = rms(values.reshape(-1))
+    return found if math.isfinite(found) else 0.0
 
 
 def forward_error(items: Iterable[Item]) -> float:

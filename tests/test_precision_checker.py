@@ -22,6 +22,7 @@ from opcheck import ArgumentError, ArgumentTypeError, Verdict
 from tests import compiled
 from tests.compiled import (
     DYNAMO_WARNS,
+    MARK,
     WIDTH,
     Block,
     CountingBackend,
@@ -219,6 +220,37 @@ def test_gradient_that_is_zero_passes() -> None:
 class Counter(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return hidden * 2, hidden.argmax(-1)
+
+
+class Shifted(nn.Module):
+    """Softmax does not see a number that is added to all: the gradient of `shift` is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(8, 8), nn.Parameter(torch.full((70,), 0.3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.softmax(self.linear(hidden) + self.shift.mean(), -1)
+
+
+def test_noise_of_a_gradient_that_is_zero_passes_where_all_others_agree_bit_for_bit() -> None:
+    def other_rounding(grad: Tensor) -> Tensor:
+        return grad * -0.7 if grad.shape == (70,) else grad
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Shifted())
+    backend = wrong_backend(backward=other_rounding)
+    checker = PrecisionChecker(backend=backend)
+    checker.wrap(model[0])
+    with checker.installed(model):
+        loss = model(torch.randn(MARK, 8)).square().sum()
+        loss.backward()
+    noise = model[0].shift.grad.abs().max().item()
+    assert 0.0 < noise < 1e-6
+    result = checker.collect(loss)
+    assert_pass(result)
+    (item,) = [item for item in result.diffs[0].param_grads if item.name == "shift"]
+    assert "zero in exact arithmetic" in item.notes[0]
 
 
 @pytest.mark.parametrize("wrong", [True, False])
