@@ -4,10 +4,10 @@
 
 The same model, weights and batch run twice, the second time with two threads, with kernels that
 add in another order (no oneDNN, attention from single ops), or one example of the batch after the
-other. Both are right, so each difference that a judge reports is a false alarm. Judges are `TensorChecker`
-on the output of every module, `PrecisionChecker` on outputs and gradients of the blocks, and
-`opcheck.check` on the calls of the changed step; `torch.equal` and the documented tolerances stand
-beside them.
+other. Both are right, so each difference that a judge reports is a false alarm. Judges are
+`TensorChecker` on the output of every module, `PrecisionChecker` on outputs and gradients of the
+blocks, and `opcheck.check` on the calls of the changed step; `torch.equal` and the documented
+tolerances stand beside them.
 """
 
 from __future__ import annotations
