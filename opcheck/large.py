@@ -8,7 +8,8 @@ from opcheck.attention_rows import is_attention, judge_attention
 from opcheck.calls import Call
 from opcheck.convolutions import is_convolution, judge_convolution
 from opcheck.large_table import FACTORIES, is_pointwise, lists_of, spaces_of
-from opcheck.products import is_product, judge_grid, judge_projection, pick_grid, products_of
+from opcheck.product_grid import judge_grid, pick_grid
+from opcheck.products import is_product, judge_projection, products_of
 from opcheck.records import SkipReason
 from opcheck.sampled import (
     Criterion,

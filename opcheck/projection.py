@@ -6,28 +6,28 @@ over the three matrices. r is cut into column blocks, so that the residual
     residual[i, j] = sum over the columns n of block j: (y[i, n] - (a @ b)[i, n]) r[n]
 
 is a matrix of one row for each row of y, and says where an error is. Every element of y has a part
-in it. All arithmetic is on the CPU, chunk by chunk: 4 MiB to 8 MiB of buffers, whatever the sizes.
+in it. All arithmetic is on the CPU, chunk by chunk, whatever the sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opcheck.arrays import Array
+from opcheck.passes import Blocks, Scratch, float32_is_exact, sums_and_norms, sums_and_rows, times
 
-__all__ = ["Product", "Residual", "product_rows", "project", "random_signs", "residual_of"]
+__all__ = ["Product", "Projection", "Residual", "project", "random_signs", "residual_of"]
 
 NUM_BLOCKS = 16
 SMALLEST_BLOCK = 16
-CHUNK = 1 << 20
-"""Elements of a buffer: 8 MiB in float64, 4 MiB in float32. With a quarter of that the passes over
-a 4096 x 4096 matrix took twice as long, in calls."""
+_ROWS_AT_A_TIME = 1 << 20
+"""Elements of rows that are widened to float64 at a time."""
 
 _EPS = {
     torch.float16: 2.0**-10,
@@ -39,6 +39,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 SUSPECT = 6.0
 """A residual of so many times its rounding scale is looked at: no correct one of 2,530 was."""
+_LEAST_SUSPECT, _OF_NOISE = 3.0, 5.5
+"""16-bit results round by a known amount, so that one of so many times the noise of all residuals
+is looked at too. Of 65,536 correct ones one in 400 products has such a residual, and what is looked
+at is judged by the rule of any product."""
 TF32_RMS = 0.4 * 2.0**-10
 """Relative rounding of TF32 inputs, as a share of one product's typical size."""
 
@@ -74,8 +78,20 @@ class Product:
 
     @property
     def working_dtype(self) -> torch.dtype:
-        """float32 suffices for all but float64."""
-        return torch.float64 if self.y.dtype is torch.float64 else torch.float32
+        """float32 suffices for all but float64, where the CPU's own products are of float32."""
+        if self.y.dtype is torch.float64 or not float32_is_exact():
+            return torch.float64
+        return torch.float32
+
+    @property
+    def golden_dtype(self) -> torch.dtype:
+        """That rows are computed in: float32 is golden enough for 16 bits."""
+        return self.working_dtype if self.is_half else torch.float64
+
+    def rows_of_a(self, rows: Array) -> Tensor:
+        """Some rows of the first factor, copied to the CPU."""
+        index = torch.from_numpy(rows).to(self.a.device)
+        return self.a.index_select(0, index).to("cpu")
 
     @property
     def has_tf32(self) -> bool:
@@ -89,6 +105,9 @@ class Residual:
 
     z: Array
     """[rows, blocks] |residual| in units of its rounding scale; Inf where it is not finite."""
+    strict: Array
+    """The same, partial sums in 16 bit aside: what is above `suspect_above` here is looked at."""
+    suspect_above: float
     block: int
     """Columns in a block; the last one may have fewer."""
     scale_error: float
@@ -101,9 +120,15 @@ class Residual:
     num_nonfinite: int
 
     @property
+    def suspects(self) -> Array:
+        """[rows, blocks] which residuals are looked at."""
+        found: Array = ~(self.strict <= self.suspect_above)
+        return found
+
+    @property
     def worst(self) -> tuple[int, int]:
         """Row and block of the largest residual; a finite one where there is one."""
-        finite = np.where(np.isfinite(self.z), self.z, -1.0)
+        finite = np.where(np.isfinite(self.strict), self.strict, -1.0)
         row, block = np.unravel_index(int(np.argmax(finite)), self.z.shape)
         return int(row), int(block)
 
@@ -120,7 +145,16 @@ class Residual:
 
     def worst_rows(self, count: int) -> Array:
         """Rows with the largest residuals, not finite ones first."""
-        return np.argsort(-self.z.max(axis=1), kind="stable")[:count]
+        return np.argsort(-self.strict.max(axis=1), kind="stable")[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A residual, and what was computed along with it."""
+
+    residual: Residual
+    rows: Tensor
+    """[R, N] the rows that b was multiplied by, times b."""
 
 
 def random_signs(count: int, rng: np.random.Generator, dtype: torch.dtype) -> Tensor:
@@ -133,128 +167,47 @@ def random_signs(count: int, rng: np.random.Generator, dtype: torch.dtype) -> Te
     return torch.from_numpy(values).to(dtype)
 
 
-# ---- passes over matrices, chunk by chunk -------------------------------------------------------
-
-
-class _Buffer:
-    """Reused memory on the CPU that chunks are converted into, whatever device they are on."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._flat = torch.empty(CHUNK, dtype=dtype)
-
-    def of(self, chunk: Tensor) -> Tensor:
-        """The chunk in the dtype of the buffer."""
-        if chunk.numel() > self._flat.numel():
-            self._flat = torch.empty(chunk.numel(), dtype=self._flat.dtype)
-        view = self._flat[: chunk.numel()].view(chunk.shape)
-        return view.copy_(chunk)
-
-
-def _chunks(tensor: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, tensor.shape[0], rows):
-        yield start, tensor[start : start + rows]
-
-
-def _is_row_major(tensor: Tensor) -> bool:
-    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-
-
-def _block_sums(
-    x: Tensor, signs: Tensor, block: int, buffer: _Buffer, *, squares: bool
-) -> tuple[Tensor, Tensor]:
-    """`x * signs` summed over each block of columns, and the norms of those blocks."""
-    rows, columns = x.shape
-    count = -(-columns // block)
-    sums = torch.zeros(rows, count, dtype=signs.dtype)
-    norms = torch.zeros(rows, count, dtype=signs.dtype)
-    if _is_row_major(x):
-        whole = columns // block
-        for start, chunk in _chunks(x, max(1, CHUNK // columns)):
-            values = buffer.of(chunk).mul_(signs)
-            stop = start + values.shape[0]
-            parts = [(values[:, : whole * block].unflatten(1, (whole, block)), slice(0, whole))]
-            if whole < count:
-                parts.append((values[:, whole * block :].unsqueeze(1), slice(whole, count)))
-            for part, place in parts:
-                sums[start:stop, place] = part.sum(-1)
-                if squares:
-                    norms[start:stop, place] = torch.linalg.vector_norm(part, dim=-1)
-        return sums, norms
-    step = math.gcd(max(1, min(block, CHUNK // rows)), block)  # never across a border
-    for start, chunk in _chunks(x.t(), step):
-        values, number = buffer.of(chunk), start // block
-        sums[:, number] += signs[start : start + values.shape[0]] @ values
-        if squares:
-            values.mul_(signs[start : start + values.shape[0], None])
-            norms[:, number] += values.square_().sum(0)
-    return sums, norms.sqrt_()
-
-
-def _times(a: Tensor, z: Tensor, buffer: _Buffer) -> Tensor:
-    """`a @ z` for a narrow z."""
-    if a.dtype is z.dtype and a.device.type == "cpu" and min(a.stride()) > 0:
-        return a @ z
-    rows, depth = a.shape
-    found = torch.zeros(rows, z.shape[1], dtype=z.dtype)
-    if _is_row_major(a):
-        for start, chunk in _chunks(a, max(1, CHUNK // depth)):
-            found[start : start + chunk.shape[0]] = buffer.of(chunk) @ z
-    else:
-        for start, chunk in _chunks(a.t(), max(1, CHUNK // rows)):
-            found.addmm_(buffer.of(chunk).t(), z[start : start + chunk.shape[0]])
-    return found
-
-
-def product_rows(
-    product: Product, rows: Array, dtype: torch.dtype, *, squared: bool = False
-) -> Tensor:
-    """Rows of `a @ b` in `dtype`; with `squared`, of the elementwise squares."""
-    index = torch.from_numpy(rows).to(product.a.device)
-    a = product.a.index_select(0, index).to("cpu").to(dtype)
-    b, buffer = product.b, _Buffer(dtype)
-    if squared:
-        a = a.square()
-    depth, columns = b.shape
-    if _is_row_major(b):
-        found = torch.zeros(len(rows), columns, dtype=dtype)
-        for start, chunk in _chunks(b, max(1, CHUNK // columns)):
-            values = buffer.of(chunk)
-            values = values.square_() if squared else values
-            found.addmm_(a[:, start : start + values.shape[0]], values)
-        return found
-    found = torch.empty(len(rows), columns, dtype=dtype)
-    for start, chunk in _chunks(b.t(), max(1, CHUNK // depth)):
-        values = buffer.of(chunk)
-        values = values.square_() if squared else values
-        found[:, start : start + values.shape[0]] = a @ values.t()
-    return found
-
-
 # ---- the residual -------------------------------------------------------------------------------
 
 
-def project(product: Product, rng: np.random.Generator) -> Residual:
-    """Project a product on one random vector, block by block."""
-    columns = product.b.shape[1]
-    block = max(SMALLEST_BLOCK, -(-columns // NUM_BLOCKS))
-    dtype = product.working_dtype
-    signs, buffer = random_signs(columns, rng, dtype), _Buffer(dtype)
-    of_b, _ = _block_sums(product.b, signs, block, buffer, squares=False)
-    of_y, norms = _block_sums(product.y, signs, block, buffer, squares=True)
-    expected = _array(_times(product.a, of_b, buffer)) * product.alpha
+def project(
+    product: Product,
+    rng: np.random.Generator,
+    *,
+    left: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> Projection:
+    """Project a product on one random vector, block by block.
+
+    Args:
+        product: of any size.
+        rng: draws the vector.
+        left: [R, K] on the CPU, further rows that b is multiplied by while it is read.
+        scratch: memory of earlier passes.
+    """
+    scratch = scratch or Scratch()
+    columns, dtype = product.b.shape[1], product.working_dtype
+    width = max(SMALLEST_BLOCK, -(-columns // NUM_BLOCKS))
+    blocks = Blocks(random_signs(columns, rng, dtype), width)
+    if left is None:
+        left = torch.empty(0, product.depth, dtype=dtype)
+    of_b, rows = sums_and_rows(product.b, blocks, left, scratch)
+    of_y, norms = sums_and_norms(product.y, blocks, scratch)
+    expected = _array(times(product.a, of_b, scratch)) * product.alpha
     square = np.square(_array(norms))
     if product.added is not None:
         added = product.added.expand(product.y.shape)
         one = added[:1] if added.stride(0) == 0 else added
-        of_added, added_norms = _block_sums(one, signs, block, buffer, squares=True)
+        of_added, added_norms = sums_and_norms(one, blocks, scratch)
         expected = expected + product.beta * _array(of_added)
         square = square + product.beta**2 * np.square(_array(added_norms))
-    return residual_of(
+    residual = residual_of(
         _array(of_y), expected, square,
-        inputs=lambda rows: product.alpha**2 * _input_squares(product, rows, block, buffer),
+        inputs=lambda rows: product.alpha**2 * _input_squares(product, rows, blocks, scratch),
         dtype=product.y.dtype, input_dtype=product.a.dtype, depth=product.depth,
-        tf32=product.has_tf32, other_hardware=product.other_hardware, block=block,
+        tf32=product.has_tf32, other_hardware=product.other_hardware, block=width,
     )  # fmt: skip
+    return Projection(residual, rows)
 
 
 def _array(tensor: Tensor) -> Array:
@@ -262,14 +215,16 @@ def _array(tensor: Tensor) -> Array:
     return array
 
 
-def _input_squares(product: Product, rows: Array, block: int, buffer: _Buffer) -> Array:
+def _input_squares(product: Product, rows: Array, blocks: Blocks, scratch: Scratch) -> Array:
     """What can cancel in a row, squares of a times those of the block of b. [rows, blocks]."""
-    columns = product.b.shape[1]
-    signs = torch.ones(columns, dtype=product.working_dtype)
-    _, norms = _block_sums(product.b, signs, block, buffer, squares=True)
-    index = torch.from_numpy(rows).to(product.a.device)
-    a = _array(product.a.index_select(0, index).to("cpu"))
-    found: Array = np.square(a) @ np.square(_array(norms))
+    plain = replace(blocks, signs=torch.ones_like(blocks.signs))
+    _, norms = sums_and_norms(product.b, plain, scratch)
+    squares = np.square(_array(norms))
+    found = np.empty((rows.size, blocks.count))
+    step = max(1, _ROWS_AT_A_TIME // max(product.depth, 1))
+    for start in range(0, rows.size, step):
+        a = _array(product.rows_of_a(rows[start : start + step]))
+        found[start : start + step] = np.square(a) @ squares
     return found
 
 
@@ -306,31 +261,53 @@ def residual_of(
     summing = 9.0 * unit**2 * (depth / 6.0 + 8.0)
     if other_hardware:  # accumulators of tensor cores truncate: 2^-24 for every 16 terms
         summing += (depth / 16.0 * unit) ** 2
-    rounding = (_EPS[dtype] / 4.0) ** 2 if half else (TF32_RMS**2 if tf32 else 0.0)
+    of_tf32 = TF32_RMS**2 if tf32 and not half else 0.0
+    rounding = (_EPS[dtype] / 4.0) ** 2 if half else of_tf32
     tiny = (torch.finfo(dtype).smallest_normal * _EPS[dtype] * 16.0) ** 2
     with np.errstate(all="ignore"):
-        allowed = (summing + rounding) * square + tiny
-        error = np.square(actual - expected)
-        bad = ~np.isfinite(error)
-        hot = np.flatnonzero(((error > SUSPECT**2 * allowed) & ~bad).any(axis=1))
+        allowed = square * (summing + rounding)
+        allowed += tiny
+        error = actual - expected
+        squared = error * error
+        strict = np.sqrt(squared / allowed)
+        bad = ~np.isfinite(squared)
+        num_bad = int(np.count_nonzero(bad))
+        above = _suspect_above(strict, bad if num_bad else None, half=half)
+        hot = np.flatnonzero(((strict > above) & ~bad).any(axis=1))
+        z = strict
         if hot.size and inputs is not None:
-            of_inputs = summing + (TF32_RMS**2 if tf32 else 0.0)
+            z = strict.copy()
+            of_inputs = inputs(hot)
+            allowed[hot] += (summing + of_tf32) * of_inputs
+            strict[hot] = np.sqrt(squared[hot] / allowed[hot])
             if half:
                 # partial sums kept in 16 bit round at the size of what is summed
                 share = 0.5 if other_hardware else 0.25
-                of_inputs += (share * _EPS[input_dtype]) ** 2
-            allowed[hot] += of_inputs * inputs(hot)
-        z = np.where(bad, math.inf, np.sqrt(error / allowed))
-        weight = np.where(bad, 0.0, 1.0 / allowed)
-        size = np.where(bad, 0.0, expected)
-        power = float(np.sum(size * size * weight))
-        sides = np.sign(np.where(bad, 0.0, (actual - expected) * expected))
-        shared = float(np.sum(np.where(bad, 0.0, actual - expected) * size * weight))
+                allowed[hot] += (share * _EPS[input_dtype]) ** 2 * of_inputs
+            z[hot] = np.sqrt(squared[hot] / allowed[hot])
+        if num_bad:
+            z, strict = (np.where(bad, math.inf, item) for item in (z, strict))
+            allowed = np.where(bad, math.inf, allowed)
+            error, expected = (np.where(bad, 0.0, item) for item in (error, expected))
+        weighted = expected / allowed
+        power = float(np.vdot(expected, weighted))
+        shared = float(np.vdot(error, weighted))
+        agreement = float(np.mean(np.sign(error * expected)))
     return Residual(
         z=z,
+        strict=strict,
+        suspect_above=above,
         block=block,
         scale_error=shared / power if power > 0.0 else 0.0,
         scale_sigma=1.0 / math.sqrt(power) if power > 0.0 else 0.0,
-        agreement=float(np.mean(sides)),
-        num_nonfinite=int(np.count_nonzero(bad)),
+        agreement=agreement,
+        num_nonfinite=num_bad,
     )
+
+
+def _suspect_above(z: Array, bad: Array | None, *, half: bool) -> float:
+    if not half:
+        return SUSPECT
+    finite = z if bad is None else z[~bad]
+    noise = math.sqrt(float(np.vdot(finite, finite)) / finite.size) if finite.size else 0.0
+    return min(SUSPECT, max(_LEAST_SUSPECT, _OF_NOISE * noise))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def right(data, dtype):
     return (a.float() @ b.float()).to(dtype) if dtype is torch.float16 else a @ b
 
 
-def judged(a, b, y, **options):
+def judged(a, b, y, seed=0, **options):
     func = torch.ops.aten.mm.default
     call = Call(
         func=func, traits=traits_of(func), args=(a, b), kwargs={}, site=Site("", "other"), index=0,
@@ -55,7 +56,7 @@ def judged(a, b, y, **options):
         source="", out_dtype=y.dtype, **options,
     )  # fmt: skip
     with outside_everything():
-        return judge_large(call, y, CRITERION).found
+        return judge_large(call, y, replace(CRITERION, seed=seed)).found
 
 
 # ---- correct results ----
@@ -108,8 +109,8 @@ def test_tf32_is_explained_where_it_is_allowed_and_not_elsewhere(data):
     y = to_tf32(a) @ to_tf32(b)
     product = Product(a=a, b=b, y=y, tf32=True, other_hardware=True)
     strict = Product(a=a, b=b, y=y)
-    assert project(product, np.random.default_rng(0)).largest < 6.0
-    assert project(strict, np.random.default_rng(0)).largest > 16.0
+    assert project(product, np.random.default_rng(0)).residual.largest < 6.0
+    assert project(strict, np.random.default_rng(0)).residual.largest > 16.0
     assert not judged(a, b, y).passed
 
 
@@ -119,7 +120,8 @@ def test_partial_sums_in_sixteen_bit_pass_on_other_hardware():
         parts = zip(a.split(256, dim=1), b.split(256), strict=True)
         y = sum((left @ right for left, right in parts), torch.zeros(N, N, dtype=a.dtype))
         found = judged(a, b, y, on_device=True)
-        residual = project(Product(a=a, b=b, y=y, other_hardware=True), np.random.default_rng(0))
+        product = Product(a=a, b=b, y=y, other_hardware=True)
+        residual = project(product, np.random.default_rng(0)).residual
         assert residual.largest < 6.0, data
         assert found.passed, (data, found.reason)
 
@@ -186,6 +188,23 @@ def test_small_faults_are_found_where_rounding_is_smaller(change, dtype):
     assert not judged(a, b, y).passed
 
 
+def test_most_elements_near_the_limit_of_bfloat16_are_found():
+    """In blocks of 64 columns 0.15 rms stands out as 0.3 rms does in those of 256."""
+    a, b = factors("normal", torch.bfloat16)
+    y = right("normal", torch.bfloat16)
+    size, rng = float(y.float().square().mean().sqrt()), np.random.default_rng(0)
+    found = 0
+    for seed in range(40):
+        while True:  # of twice the size the rule of rows lets an element be further off
+            row, column = rng.integers(0, N, 2)
+            if abs(float(y[row, column])) < 0.9 * size:
+                break
+        wrong = y.clone()
+        wrong[row, column] += 0.15 * size
+        found += not judged(a, b, wrong, seed=seed).passed
+    assert found >= 32
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_missing_last_block_of_k_is_found(dtype):
     a, b = factors("normal", dtype)
@@ -219,9 +238,9 @@ def test_added_matrix_and_factors_are_projected_too():
     for added in (normal(2)[0], normal(2)[:, :1], normal(2)):
         y = torch.addmm(added, a, b, beta=0.5, alpha=2.0)
         product = Product(a=a, b=b, y=y, added=added, alpha=2.0, beta=0.5)
-        assert project(product, np.random.default_rng(0)).largest < 6.0
+        assert project(product, np.random.default_rng(0)).residual.largest < 6.0
         wrong = Product(a=a, b=b, y=y, added=added, alpha=2.0, beta=1.0)
-        assert project(wrong, np.random.default_rng(0)).largest > 16.0
+        assert project(wrong, np.random.default_rng(0)).residual.largest > 16.0
 
 
 def test_results_that_are_infinite_are_noted_as_blind_spots():
