@@ -354,7 +354,7 @@ def _outcome(
         worst = " ".join(sorted(set(verdicts)))
     return Outcome(
         name, way, checker, worst,
-        f"{compared} of {len(diffs)} blocks, {len(tensors):,} tensors", changed, failures,
+        f"{compared} of {len(diffs)} block steps, {len(tensors):,} tensors", changed, failures,
     )  # fmt: skip
 
 
