@@ -128,8 +128,8 @@ def compiled_apart(
 
     Modules of one class share a code object, and so share what is compiled, shapes that became
     dynamic, and the limit: with a number of its own in each (`layer_idx`) the ninth would silently
-    run in eager. Here each brings the user's limit with it. What is compiled counts neither for the
-    limit of what the user compiles nor the other way round.
+    run in eager. Here each brings the user's limit with it. What is compiled, and the sizes that it
+    was for, count neither for what the user compiles nor, as to the limit, the other way round.
 
     Args:
         function: is compiled.
@@ -146,7 +146,47 @@ def compiled_apart(
     if not isinstance(context, contextlib.nullcontext):  # that is TORCHDYNAMO_DISABLE=1
         _torch.in_region(context, _region())
     compiled: Callable[..., Any] = context(function)
-    return compiled
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _sizes().apart():
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+@dataclass(eq=False)
+class _Sizes:
+    """Which sizes Dynamo has seen change, by function: those it makes symbols when it compiles.
+
+    What a checked step has shown is kept apart. Else the user's own code would come out with
+    symbols, and other bits, when it is compiled later for a batch of another size.
+    """
+
+    users: Any = None
+    own: Any = None
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        from torch._dynamo import pgo
+
+        current = pgo.get_code_state()
+        if current is self.own:
+            yield
+            return
+        if current is not self.users:  # the first time, and after torch._dynamo.reset()
+            self.users, self.own = current, copy.deepcopy(current)
+        pgo._CODE_STATE = self.own
+        try:
+            yield
+        finally:
+            if pgo._CODE_STATE is self.own:
+                pgo._CODE_STATE = current
+
+
+@functools.cache
+def _sizes() -> _Sizes:
+    """Of the checkers of this process."""
+    return _Sizes()
 
 
 def version_compiled_now() -> tuple[int, int] | None:

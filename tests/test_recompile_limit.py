@@ -119,9 +119,11 @@ class Counting:
 
     def __init__(self) -> None:
         self.graphs = 0
+        self.symbols = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.graphs += 1
+        self.symbols += sum(isinstance(item, torch.SymInt) for item in inputs)
         return graph.forward
 
 
@@ -141,6 +143,28 @@ def test_the_user_who_has_reached_the_limit_can_check_all_the_same() -> None:
     step(model)
     assert backend.graphs == LIMIT
     assert_pass(check(numbered()))
+
+
+@BOTH
+def test_sizes_of_the_checked_step_make_none_of_the_users_dynamic(single_pass: bool) -> None:
+    model, backend = numbered(1), Counting()
+    assert_pass(check(model, single_pass=single_pass))
+    model[0].compile(backend=backend)
+    model(torch.ones(5, WIDTH))
+    assert (backend.graphs, backend.symbols) == (1, 0)
+
+
+def test_sizes_that_change_in_the_checked_step_are_dynamic_as_without_it() -> None:
+    model, checked, plain = numbered(1), Counting(), Counting()
+
+    def run(model: nn.Module) -> Tensor:
+        return sum(model(torch.ones(size, WIDTH)).sum() for size in (2, 3, 5))
+
+    assert_pass(check(model, run, backend=checked))
+    assert_pass(check(model, lambda model: run(model) * 2, backend=checked))
+    model[0].compile(backend=plain)
+    run(model)
+    assert (checked.graphs, checked.symbols) == (plain.graphs, plain.symbols) == (2, 1)
 
 
 def test_a_second_check_reuses_what_the_first_has_compiled() -> None:
