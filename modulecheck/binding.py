@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from modulecheck import trees
 from modulecheck.distributed import is_gathered, own_class
-from modulecheck.recorded_files import UnknownBackend, without_foreign
+from modulecheck.foreign import without_foreign
+from modulecheck.recorded_files import UnknownBackend
 from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
 from opcheck.errors import ArgumentError, ArgumentTypeError

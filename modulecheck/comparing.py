@@ -14,9 +14,9 @@ from modulecheck.attributes import attribute_tensors
 from modulecheck.compared import Compared, Rule, documented
 from modulecheck.distributed import is_gathered
 from modulecheck.goldens import Goldens, Key, array_of, results_of
-from modulecheck.hooks import RegionGradients
 from modulecheck.pairing import Item, Pairs
 from modulecheck.recording import Recorder
+from modulecheck.region_gradients import RegionGradients
 from modulecheck.replay import Replayed, Snapshot, arguments
 from modulecheck.results import ModuleDiff, TensorDiff
 from modulecheck.sidechannel import Agreement

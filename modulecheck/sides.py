@@ -21,8 +21,9 @@ from modulecheck.attributes import attribute_tensors
 from modulecheck.compilations import Compiled, CompileLog
 from modulecheck.distributed import shared_by_ranks
 from modulecheck.goldens import Key, array_of
-from modulecheck.hooks import Boundary, RegionGradients
+from modulecheck.hooks import Boundary
 from modulecheck.keeping import Keeper
+from modulecheck.region_gradients import RegionGradients
 from modulecheck.replay import replaying
 from modulecheck.selection import Target
 from modulecheck.snapshot import Snapshot, arguments

@@ -23,8 +23,9 @@ from modulecheck.comparing import ModuleCall
 from modulecheck.compilations import Compiled, CompileLog
 from modulecheck.distributed import CollectiveError, ranks_of, sharded_inside
 from modulecheck.graphs import GraphDump
-from modulecheck.hooks import Boundary, RegionGradients
+from modulecheck.hooks import Boundary
 from modulecheck.recording import RecordedCall, Recorder
+from modulecheck.region_gradients import RegionGradients
 from modulecheck.remarks import (
     NOT_CALLED,
     NOTHING_TO_COMPILE,

@@ -52,6 +52,7 @@ __all__ = [
     "mode_stack_length",
     "neg_view",
     "next_sequence_nr",
+    "own_children",
     "own_parameters",
     "pop_mode",
     "push_mode",
@@ -176,6 +177,9 @@ HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 """Attributes of every module."""
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _door.getter(
     "torch.nn.Module()._parameters"
+)
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = _door.getter(
+    "torch.nn.Module()._modules"
 )
 forward_hooks_with_kwargs: dict[int, bool] = _door.need(
     "torch.nn.modules.module._global_forward_hooks_with_kwargs"

@@ -28,8 +28,8 @@ from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget
 from opcheck.policy import Described, Policy, describe, writes_overlapping
 from opcheck.records import SkipReason
-from opcheck.references import snapshot
 from opcheck.settings import Settings
+from opcheck.snapshots import snapshot
 from opcheck.tensor_kinds import is_plain_tensor, unwraps_itself
 
 __all__ = ["Admission", "count_elements", "tensors_in"]

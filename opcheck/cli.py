@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _review(chosen: argparse.Namespace) -> int:
-    from opcheck.blame import render_blame
+    from opcheck.blame_text import render_blame
     from opcheck.export import run_json, run_markdown
     from opcheck.report import op_table, render
     from opcheck.review import Filter, load_run
@@ -81,7 +81,7 @@ def _blame(chosen: argparse.Namespace, run: Any) -> dict[str, Any]:
 
 
 def _call(chosen: argparse.Namespace, run: Any, status: int) -> int:
-    from opcheck.records import to_json
+    from opcheck.record_json import to_json
     from opcheck.report import render_call
 
     records = run.with_index(chosen.call)

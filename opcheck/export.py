@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 from opcheck.groups import Tally
 from opcheck.printing import number, visible
-from opcheck.records import Blame, Coverage, Metrics, OpRecord, to_json
+from opcheck.record_json import to_json
+from opcheck.records import Blame, Coverage, Metrics, OpRecord
 from opcheck.report import short_op, sort_tallies
 from opcheck.review import Run
 from opcheck.rundiff import Change, RunDiff

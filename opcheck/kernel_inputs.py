@@ -16,7 +16,8 @@ from opcheck import _torch
 from opcheck.calls import Call, Param
 from opcheck.compare import Judgement
 from opcheck.outside import outside_everything
-from opcheck.references import copy_strided, host_array, snapshot
+from opcheck.references import host_array
+from opcheck.snapshots import copy_strided, snapshot
 
 __all__ = ["keep_inputs", "keep_whole", "with_changed_inputs"]
 

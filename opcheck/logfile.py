@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opcheck.errors import LogReadError
+from opcheck.record_json import from_json
 from opcheck.records import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -27,7 +28,6 @@ from opcheck.records import (
     Overhead,
     Sample,
     SkipReason,
-    from_json,
 )
 from opcheck.textline import format_text_line, parse_text_line
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, overload
 from opcheck.errors import LogReadError
 from opcheck.groups import Filter
 from opcheck.logfile import LINE_START, parse_json_line, parse_text_line, read_chunks, record_from
-from opcheck.records import OpRecord, Verdict, to_json
+from opcheck.record_json import to_json
+from opcheck.records import OpRecord, Verdict
 from opcheck.scan import TEXT_MARK
 
 __all__ = ["LightCall", "LogRecords", "light_calls"]

@@ -14,7 +14,8 @@ from typing import Any
 from opcheck.errors import LogReadError, LogWriteError
 from opcheck.logfile import Progress, parse_json_line
 from opcheck.logrecords import LightCall, LogRecords, light_calls
-from opcheck.records import SCHEMA, SCHEMA_VERSION, to_json
+from opcheck.record_json import to_json
+from opcheck.records import SCHEMA, SCHEMA_VERSION
 from opcheck.review import Run, find_logs, join_ranks, load_run
 
 __all__ = ["merge_logs", "sequence_differences"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opcheck import _torch
-from opcheck.references import to_host
+from opcheck.snapshots import to_host
 
 __all__ = ["Mirrors"]
 

@@ -435,7 +435,7 @@ def _newest(root: nn.Module, wanted: nn.Module) -> str | None:
         path, module = waiting.pop()
         if module is wanted:
             return path
-        newest = list(islice(reversed(module._modules.items()), _FEW_MODULES))
+        newest = list(islice(reversed(_torch.own_children(module).items()), _FEW_MODULES))
         prefix = f"{path}." if path else ""
         waiting += [(f"{prefix}{name}", child) for name, child in newest[::-1] if child is not None]
     return None

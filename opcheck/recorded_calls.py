@@ -23,7 +23,8 @@ from opcheck.calls import Call
 from opcheck.errors import ReproError
 from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, map_tree, nbytes_of, pack, tree_items
-from opcheck.records import OpRecord, Verdict, from_json, to_json
+from opcheck.record_json import from_json, to_json
+from opcheck.records import OpRecord, Verdict
 from opcheck.repro_files import MIB, write_atomically
 from opcheck.rerun import Argument, KeptCall, keep
 from opcheck.runstate import RunState, machine

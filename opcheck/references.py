@@ -26,13 +26,13 @@ from opcheck.golden_rules import (
     NO_FLOAT64,
     NO_GOLDEN,
     NOT_MOVED,
-    READS_STORAGE,
     SCALARS_IN_FLOAT32,
     Bound,
     wider,
 )
 from opcheck.kernel_table import call_kernel, decomposition, kernels
 from opcheck.records import SkipReason
+from opcheck.snapshots import same_dtype, to_host, widened_like
 
 __all__ = [
     "Reference",
@@ -40,8 +40,6 @@ __all__ = [
     "choose",
     "host_array",
     "in_float64",
-    "snapshot",
-    "to_host",
     "uses_tf32",
 ]
 
@@ -78,7 +76,7 @@ class Reference:
         """The op in the dtype of the call, strides as they were."""
         call = self.call
         fresh: dict[int, Tensor] = {}
-        return self._run(partial(_same_dtype, call.before, fresh))
+        return self._run(partial(same_dtype, call.before, fresh))
 
     def golden(self) -> Result:
         """The op in float64, once."""
@@ -207,7 +205,7 @@ class Reference:
             is_copied = id(tensor) in self.call.before
             return to_host(source).clone() if is_copied else to_host(source)
         if id(tensor) in self.call.before and self.call.before_groups:
-            return _widened_like(self.call, source, dtype)
+            return widened_like(self.call, source, dtype)
         wide = to_host(source).to(dtype, memory_format=torch.contiguous_format)
         # a float64 program: `.to` gave the tensor itself
         return wide.clone() if wide.data_ptr() == source.data_ptr() and wide.numel() else wide
@@ -324,103 +322,6 @@ def _call_kernel(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _call_formula(formula: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     return formula(*args, **kwargs)
-
-
-# ---- copies from before the op ran --------------------------------------------------------------
-
-
-def snapshot(call: Call) -> None:
-    """Copy everything that the op may change, and what shares its memory, before it runs."""
-    traits = call.traits
-    keeps = traits.base in READS_STORAGE
-    if not traits.mutates and not keeps:
-        return
-    by_storage: dict[int, list[Tensor]] = {}
-    written: set[int] = set()
-    for param, value in traits.bound(call.args, call.kwargs):
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = _torch.memory_of(tensor)
-            group = by_storage.setdefault(storage, [])
-            if all(tensor is not item for item in group):
-                group.append(tensor)
-            if param.mutated or keeps:
-                written.add(storage)
-    for storage in written:
-        group = by_storage[storage]
-        if len(group) == 1 and not keeps:
-            call.before[id(group[0])] = copy_strided(group[0])
-        else:
-            _copy_group(call, group)
-
-
-def _copy_group(call: Call, group: list[Tensor]) -> None:
-    """Tensors that share memory share it in the copy as well."""
-    call.before_groups = True
-    whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
-    whole = whole.set_(group[0].untyped_storage()).detach().to("cpu", copy=True)
-    for tensor in group:
-        view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        call.before[id(tensor)] = view
-
-
-def copy_strided(tensor: Tensor) -> Tensor:
-    """A copy on the CPU with the same strides and own memory."""
-    plain = tensor.detach()
-    if plain.is_contiguous() or plain.numel() == 0:
-        return plain.to("cpu", copy=True)
-    if 0 in plain.stride():
-        return to_host(plain.contiguous())
-    copy = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device="cpu")
-    return copy.copy_(plain)
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; itself where it is there already. Strides are kept."""
-    plain = tensor.detach()
-    if plain.device.type == "cpu":
-        return plain
-    return copy_strided(plain)
-
-
-def _same_dtype(
-    before: dict[int, Tensor], fresh: dict[int, Tensor], param: Param, tensor: Tensor
-) -> Tensor:
-    source = before.get(id(tensor))
-    if source is None:
-        return to_host(tensor)
-    if not fresh and before:
-        fresh.update(_cloned_together(before))
-    return fresh[id(tensor)]
-
-
-def _cloned_together(before: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Copies of the copies, those that share memory sharing it again."""
-    storages: dict[int, Any] = {}
-    found: dict[int, Tensor] = {}
-    for key, tensor in before.items():
-        storage = tensor.untyped_storage()
-        own = storages.setdefault(_torch.storage_id(storage), storage.clone())
-        view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
-        found[key] = view
-    return found
-
-
-def _widened_like(call: Call, source: Tensor, dtype: torch.dtype) -> Tensor:
-    """The widened view of shared memory: one float64 storage for all views of one storage."""
-    storage = source.untyped_storage()
-    shared = call.wide_storages.get(_torch.storage_id(storage))
-    if shared is None:
-        flat = torch.empty(0, dtype=source.dtype)
-        size = storage.nbytes() // source.element_size()
-        flat.set_(storage, 0, (size,), (1,))
-        shared = call.wide_storages[_torch.storage_id(storage)] = (source.dtype, flat.to(dtype))
-    if shared[0] != source.dtype:
-        raise NotImplementedError("views of one memory in several dtypes have no float64 twin")
-    return shared[1].as_strided(source.size(), source.stride(), source.storage_offset())
 
 
 # ---- numbers and dtypes -------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, map_tree, pack, tree_items, unpack
 from opcheck.policy import describe
 from opcheck.records import OpRecord, SkipReason
-from opcheck.references import Reference, choose, snapshot
+from opcheck.references import Reference, choose
 from opcheck.runstate import RunState
+from opcheck.snapshots import snapshot
 from opcheck.switch import SWITCH
 
 __all__ = ["Again", "Argument", "KeptCall", "NotJudged", "judge_results", "keep", "run_again"]

@@ -14,7 +14,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from opcheck.blame import render_blame
+from opcheck.blame_text import render_blame
 from opcheck.certificate import Certificate, Surroundings, certify
 from opcheck.compiled_regions import compiled_regions
 from opcheck.environment import process_rank, run_header

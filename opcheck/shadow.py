@@ -28,7 +28,8 @@ from opcheck.mirrors import Mirrors
 from opcheck.outside import outside_everything
 from opcheck.reconstruct import RECONSTRUCTED
 from opcheck.records import Blame, SkipReason
-from opcheck.references import Reference, Result, host_array, in_float64, to_host
+from opcheck.references import Reference, Result, host_array, in_float64
+from opcheck.snapshots import to_host
 from opcheck.tensor_kinds import is_plain_tensor
 
 __all__ = ["Shadow", "is_followed", "worded"]

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 from loguru import logger
 
 from opcheck.errors import LogWriteError
-from opcheck.records import Coverage, OpRecord, to_json
+from opcheck.record_json import to_json
+from opcheck.records import Coverage, OpRecord
 from opcheck.textline import format_text_line
 
 __all__ = ["LogFiles", "log_names"]

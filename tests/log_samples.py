@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from opcheck.record_json import to_json
 from opcheck.records import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -17,7 +18,6 @@ from opcheck.records import (
     SkipReason,
     UncheckedSignature,
     Verdict,
-    to_json,
 )
 
 OPS = ("aten.add.Tensor", "aten.mm.default", "aten.gelu.default", "aten.native_layer_norm.default")

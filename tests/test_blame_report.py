@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401 - before opcheck, which then notes its kernels
 
-from opcheck.blame import blame_step, render_blame, units
+from opcheck.blame import blame_step, units
+from opcheck.blame_text import render_blame
 from opcheck.cli import main
 from opcheck.printing import Style
 from opcheck.records import Blame, Coverage, OpRecord, Verdict

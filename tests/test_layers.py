@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "opcheck": (
         {"errors", "globs", "records", "repro_judge", "tolerances", "printing", "version"},
-        {"private_names"},
+        {"private_names", "record_json"},
         {
             "_torch",
             "arrays",
@@ -51,6 +51,7 @@ LAYERS = {
             "scan",
             "switch",
         },
+        {"snapshots"},
         {
             "callers",
             "declared",
@@ -83,7 +84,7 @@ LAYERS = {
             "tree",
         },
         {"attention_rows", "convolution_sums", "followers", "held", "product_rows", "wholes"},
-        {"convolutions", "products"},
+        {"blame_text", "convolutions", "products"},
         {"product_grid"},
         {"large"},
         {"admission", "comparison"},
@@ -109,6 +110,7 @@ LAYERS = {
             "compared",
             "csv_files",
             "culprit",
+            "foreign",
             "fx_text",
             "kernel_probe",
             "node_origin",
@@ -152,7 +154,15 @@ LAYERS = {
         {"collective_audit", "judging"},
         {"graph_capture", "keeping", "replay", "same_program"},
         {"artifacts"},
-        {"goldens", "hooks", "tensor_dump", "tensor_files", "tensor_judge", "tensor_names"},
+        {
+            "goldens",
+            "hooks",
+            "region_gradients",
+            "tensor_dump",
+            "tensor_files",
+            "tensor_judge",
+            "tensor_names",
+        },
         {"compilations", "graph_values", "recording", "watching"},
         {"bisecting", "kernel_ops", "kernels", "recorded_files", "rerun"},
         {"binding", "call_graphs", "decompositions", "eager_ops", "ladder", "tensor_calls"},
@@ -180,6 +190,7 @@ READING_SIDE = (
     "rundiff",
     "tree",
     "blame",
+    "blame_text",
 )
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from opcheck import logfile
 from opcheck.errors import LogReadError, SchemaVersionError
 from opcheck.logfile import format_text_line, parse_text_line
-from opcheck.records import Metrics, OpRecord, Verdict, to_json
+from opcheck.record_json import to_json
+from opcheck.records import Metrics, OpRecord, Verdict
 from opcheck.review import load_run
 from tests import log_samples as logs
 

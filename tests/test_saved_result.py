@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from modulecheck import CompareResult, ModuleDiff, PrecisionChecker, TensorDiff, trees
-from modulecheck.recorded_files import Foreign, UnknownBackend, without_foreign
+from modulecheck.foreign import Foreign, without_foreign
+from modulecheck.recorded_files import UnknownBackend
 from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
 from opcheck import ArgumentError, LogWriteError, Metrics, Verdict
