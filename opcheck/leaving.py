@@ -28,7 +28,6 @@ class Exhaustion:
         self._settings = settings
         self._sees_all = (
             settings.max_checks == 0  # it is there to count
-            or settings.max_overhead == 0
             or settings.blame
             or settings.repeat
             or settings.selftest

@@ -98,10 +98,11 @@ def check(
         max_checks: checks of each signature (op, dtypes and layouts of its tensors); None checks
             every call, 0 checks nothing and still counts.
         max_overhead: seconds of checking for each second of the step's own, 0.5 or "50%", measured
-            as the step runs; 0 checks nothing and still counts. Every call is then a candidate
-            (unless `max_checks` is changed), the most telling first. Which calls are checked
-            depends on the clock, the verdict of a checked call does not. What `blame` and `repeat`
-            do beside checking is counted and not bounded.
+            as the step runs, over many steps. Every call is then a candidate (unless `max_checks`
+            is changed), the most telling first. Which calls are checked depends on the clock, the
+            verdict of a checked call does not. Where looking at calls takes more than half of what
+            is allowed, whole steps are left alone and not counted. What `blame` and `repeat` do
+            beside checking is counted and not bounded.
         log_once: write one text line per failing op, module and phase.
         max_numel: largest tensor, argument or result, of a call that is compared whole.
         large: what becomes of larger calls: "sample" looks at a share of them, "skip" counts

@@ -177,19 +177,17 @@ def _share(field: str, value: object) -> float | None:
     """0.5 of 0.5, "0.5" and "50%"."""
     if value is None:
         return None
-    allowed = 'a finite number >= 0, a percentage ("50%") or None'
+    allowed = 'a finite number > 0, a percentage ("50%") or None'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ArgumentTypeError(f"{field}: expected {allowed}, got {value!r} ({_kind(value)})")
-    number: float = math.nan
-    if not isinstance(value, str):
-        number = value
-    else:
-        text, percent, rest = value.partition("%")
-        with contextlib.suppress(ValueError):
-            number = math.nan if rest.strip() else float(text) / (100 if percent else 1)
-    if not (math.isfinite(number) and number >= 0):
-        raise ArgumentError(f"{field}: expected {allowed}, got {value!r}")
-    return float(number)
+    text, percent, rest = str(value).partition("%")
+    share = math.nan
+    with contextlib.suppress(ValueError):
+        share = math.nan if rest.strip() else float(text) / (100 if percent else 1)
+    if not (math.isfinite(share) and share > 0):
+        hint = "; max_checks=0 counts the calls and checks none" if share == 0 else ""
+        raise ArgumentError(f"{field}: expected {allowed}, got {value!r}{hint}")
+    return share
 
 
 def _count(field: str, value: object, *, optional: bool = False) -> Any:

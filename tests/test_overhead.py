@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -271,10 +272,29 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [(0.5, 0.5), ("50%", 0.5), (" 7.5 % ", 0.075), ("0.5", 0.5), (0, 0.0)]
+    ("given", "kept"), [(0.5, 0.5), ("50%", 0.5), (" 7.5 % ", 0.075), ("0.5", 0.5), (3, 3.0)]
 )
 def test_a_percentage_is_a_share(given, kept):
     assert opcheck.check(max_overhead=given).settings.max_overhead == kept
+
+
+@pytest.mark.parametrize(
+    "given",
+    [0, 0.0, -1, math.nan, math.inf, 10**400, "0%", "-5%", "abc", "nan", "", "%", "50%%", "5%0"],
+    ids=lambda value: repr(value)[:10],
+)
+def test_what_is_no_share_is_refused(given):
+    with pytest.raises(opcheck.ArgumentError, match=r"max_overhead: .*> 0.*\(\"50%\"\)") as caught:
+        opcheck.check(max_overhead=given)
+    assert repr(given) in str(caught.value)
+    if given in (0, "0%"):
+        assert "max_checks=0" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [True, [0.5], b"50%"], ids=repr)
+def test_what_is_no_number_is_refused(given):
+    with pytest.raises(opcheck.ArgumentTypeError, match="max_overhead"):
+        opcheck.check(max_overhead=given)
 
 
 def test_max_checks_at_its_default_makes_way_and_another_number_stays():
@@ -298,7 +318,7 @@ def trained(tmp_path, steps=3, **arguments):
 
 
 def test_no_time_at_all_is_counted_and_said(tmp_path):
-    _, session = trained(tmp_path, max_overhead=0)
+    _, session = trained(tmp_path, max_overhead=1e-9, num_steps=9)  # so that it does not rest
     coverage = session.coverage
     assert coverage.checked == 0
     assert coverage.skipped[SkipReason.OUT_OF_TIME] > 0
@@ -307,7 +327,7 @@ def test_no_time_at_all_is_counted_and_said(tmp_path):
     assert session.verdict is Verdict.INCONCLUSIVE
     text = " ".join(session.report(width=200).split())
     assert "out_of_time" in text
-    assert "max_overhead 0)" in text
+    assert "max_overhead 1e-09)" in text
     assert "none will be" in text
 
 

@@ -170,7 +170,6 @@ def test_it_rests_from_the_top_only_and_comes_back_to_its_place_only(tmp_path, p
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_overhead": 0},
         {"blame": True},
         {"repeat": True},
         {"selftest": True},
