@@ -153,6 +153,8 @@ class Admission:
             place = (site.module, site.phase, tuple(found.key))
             if not self._budget.admits(place, op=traits.name, numel=found.largest):
                 skip = SkipReason.OUT_OF_TIME
+        elif skip is SkipReason.BUDGET_USED_UP and self._budget is not None:
+            self._budget.capped(tuple(found.key))
         if skip is not None:
             self._ledger.skip(skip, counts)
         return skip

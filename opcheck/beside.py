@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ _QUIET_SECONDS = 1.0
 class _Waiting:
     call: Call
     out: Any
-    found: Future[Any]
     memory: list[Any]
     num_bytes: int
+    found: Future[Any] = field(default_factory=Future)
+    seconds: float = 0.0
+    """That a worker was busy with it."""
 
 
 class Beside:
@@ -55,6 +57,8 @@ class Beside:
         compare: what a worker does with a call and its result.
         conclude: what the step's thread does with what `compare` gave, through a function that
             returns it or raises what it raised. May raise Ctrl-C alone.
+        charge: is told, in the step's thread, of a call how many seconds a worker was busy with it,
+            and how many the step's thread waited.
         max_bytes: of copies held at a time.
     """
 
@@ -64,11 +68,14 @@ class Beside:
         *,
         compare: Callable[[Call, Any], Any],
         conclude: Callable[[Call, Any, Callable[[], Any]], None],
+        charge: Callable[[Call, float, float], None],
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._num_workers = num_workers
         self._compare = compare
         self._conclude = conclude
+        self._charge = charge
+        self._waited = 0.0
         self._max_bytes = max_bytes
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
@@ -95,14 +102,22 @@ class Beside:
         mine, result, memory, num_bytes = copied
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="opcheck")
-        found = self._pool.submit(self._compare, mine, result)
-        self._queue.append(_Waiting(mine, result, found, memory, num_bytes))
+        item = _Waiting(mine, result, memory, num_bytes)
+        item.found = self._pool.submit(self._work, item)
+        self._queue.append(item)
         self._thread = threading.get_ident()
         self._held_bytes += num_bytes
         self._memory.keep_below(self._max_bytes - self._held_bytes)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes + self._memory.num_bytes)
         self._of_signature[call.signature] += 1
         return True
+
+    def _work(self, item: _Waiting) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._compare(item.call, item.out)
+        finally:
+            item.seconds = time.perf_counter() - start
 
     @property
     def is_my_thread(self) -> bool:
@@ -154,17 +169,23 @@ class Beside:
                 _show("\r" + " " * 60 + "\r")
 
     def _wait_shown(self, found: Future[Any], begin: float, *, shown: bool) -> bool:
+        start = time.perf_counter()
         while not found.done():
             shown = shown or time.monotonic() - begin > _QUIET_SECONDS
             if shown:
                 _show(f"\ropcheck: {len(self._queue):,} calls are still being checked ")
             wait([found], timeout=0.2)
+        self._waited += time.perf_counter() - start
         return shown
 
     def _conclude_first(self) -> None:
         first = self._queue[0]
+        start = time.perf_counter()
         if not first.found.done():
             wait([first.found])
+        self._waited += time.perf_counter() - start
+        waited, self._waited = self._waited, 0.0
+        self._charge(first.call, first.seconds, waited)
         self._queue.popleft()
         self._held_bytes -= first.num_bytes
         self._of_signature[first.call.signature] -= 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.records import SkipReason
 
-__all__ = ["Call", "OpTraits", "Param", "Site", "traits_of"]
+__all__ = ["Call", "OpTraits", "Param", "Site", "place_of", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,19 @@ class Call:
     """As `before`, of a large op: for those who keep calls, and the checks do not look at it."""
     is_large: bool = False
     """Above `max_numel`: a sample of it is looked at."""
+    in_worker: bool = False
+    """A worker judges a copy of it."""
     device_type: str = ""
     """Of a part of a large call: where that one ran, "" for the CPU."""
     repeat: Any = None
     """What a second run needs, where there will be one."""
     frame: Any = None
     """The innermost open module call, for the origin of non-finite values."""
+
+
+def place_of(call: Call) -> tuple[str, str, tuple[Any, ...]]:
+    """Module, phase and signature."""
+    return (call.site.module, call.site.phase, call.signature)
 
 
 # ---- from schema and tags to traits -------------------------------------------------------------

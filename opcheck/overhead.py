@@ -38,6 +38,8 @@ RARELY = 3
 BASE_SECONDS = 2e-4
 SECONDS_PER_ELEMENT = 5e-8
 """Of a check, where nothing is known of the op. Only the first estimate hangs on these."""
+FEW_ELEMENTS = 30_000
+"""Below so many a check costs the same: numbers of elements are compared with this added."""
 TIMES_OP = 8.0
 """A check beside the op itself, where that was seen to run and no check was."""
 SMOOTHING = 0.3
@@ -164,6 +166,11 @@ class OverheadBudget:
         self._rates: dict[Hashable, float] = {}
         """Overload -> seconds of a check for each element."""
         self._failed: set[str] = set()
+        self._capped: set[tuple[Hashable, ...]] = set()
+        self._beside = 0.0
+        """Seconds that workers were busy."""
+        self.waited = 0.0
+        """Seconds in which the step's thread did nothing but wait for workers."""
         self._waiting = _Waiting()
         """Dropped in this step or the last."""
 
@@ -229,8 +236,10 @@ class OverheadBudget:
     @property
     def own_seconds(self) -> float:
         """The step's own, so far."""
-        # what is charged is in part an estimate: the ops' own time is the step's in any case
-        return max(self._op_seconds, self._elapsed_seconds - self._spent)
+        # what is charged is in part an estimate: the ops' own time is the step's in any case, but
+        # for what workers may have taken from it
+        ops = max(0.0, self._op_seconds - self._beside)
+        return max(ops, self._elapsed_seconds - self._spent)
 
     @property
     def balance(self) -> float:
@@ -266,15 +275,34 @@ class OverheadBudget:
         self._waiting.remove(place)
         return True
 
-    def measured(self, place: Place, seconds: float) -> None:
-        """A check of this place took so long."""
+    def measured(self, place: Place, seconds: float, *, is_all: bool = True) -> None:
+        """A check of this place took so long; not all of it where a worker has the rest."""
+        self._checking += seconds
         known = self._places.get(place)
-        if known is None:
+        if known is None or not is_all:
             return
         known.cost = _smooth(known.cost, seconds)
-        self._checking += seconds
         func = place[2][0] if place[2] else None
-        self._rates[func] = _smooth(self._rates.get(func), seconds / (known.numel + 1000))
+        self._rates[func] = _smooth(self._rates.get(func), seconds / (known.numel + FEW_ELEMENTS))
+
+    def beside(self, place: Place, seconds: float, *, waited: float) -> None:
+        """A worker was busy with a check, and the step's thread waited for it.
+
+        Charged in full, as if it had been done in the step: whether a core was idle is not known.
+
+        Args:
+            place: of the call.
+            seconds: of the worker's own.
+            waited: seconds, charged to whoever waited, and not twice.
+        """
+        self.waited += waited
+        self._beside += seconds
+        self.spend(seconds - waited)
+        self.measured(place, seconds)
+
+    def capped(self, signature: tuple[Hashable, ...]) -> None:
+        """`max_checks` keeps its calls out from now on: its places wait for no time."""
+        self._capped.add(signature)
 
     def op_ran(self, place: Place | None, seconds: float) -> None:
         """An op took so long by itself; `place` where its check was dropped."""
@@ -342,7 +370,7 @@ class OverheadBudget:
             return known.cost
         rate = self._rates.get(place[2][0] if place[2] else None)
         if rate is not None:
-            return rate * (known.numel + 1000)
+            return rate * (known.numel + FEW_ELEMENTS)
         if known.op_seconds is not None:
             return BASE_SECONDS + TIMES_OP * known.op_seconds
         return BASE_SECONDS + SECONDS_PER_ELEMENT * known.numel
@@ -363,7 +391,7 @@ class OverheadBudget:
         left = [
             (place, known)
             for place, known in self._places.items()
-            if not known.attempts and known.was_dropped
+            if not known.attempts and known.was_dropped and place[2] not in self._capped
         ]
         cost = sum(self._estimate(place, known) for place, known in left)
         income = self._income()

@@ -18,7 +18,7 @@ from opcheck.beside import Beside
 from opcheck.births import Births
 from opcheck.call_records import RunTag, call_crashed, checker_crashed
 from opcheck.callers import CallerTracker
-from opcheck.calls import Call
+from opcheck.calls import Call, place_of
 from opcheck.comparison import Comparison
 from opcheck.conclusions import Conclusions
 from opcheck.followers import Followers
@@ -65,7 +65,12 @@ class Pipeline:
         self._comparison = Comparison(settings, followers=self._followers, planter=self.planter)
         needs_live_calls = keepers or self._followers.is_on or self.planter is not None
         self._beside = (
-            Beside(settings.workers, compare=self._comparison.compare, conclude=self._settled)
+            Beside(
+                settings.workers,
+                compare=self._comparison.compare,
+                conclude=self._settled,
+                charge=self._charge,
+            )
             if settings.workers and not needs_live_calls
             else None
         )
@@ -171,6 +176,7 @@ class Pipeline:
         if self._beside is None:
             return False
         if self._beside.takes(call, out):
+            call.in_worker = True
             return True
         self._beside.settle()
         return False
@@ -190,6 +196,11 @@ class Pipeline:
             if not is_ours(error, depth):
                 raise
             self._crashed(call, out)
+
+    def _charge(self, call: Call, seconds: float, waited: float) -> None:
+        """What a worker did counts as time spent in checking."""
+        if self._budget is not None:
+            self._budget.beside(place_of(call), seconds, waited=waited)
 
     def settle(self) -> None:
         """Wait for what workers have; in another thread than the step's, do nothing."""

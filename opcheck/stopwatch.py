@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from opcheck.calls import Call
+from opcheck.calls import Call, place_of
 from opcheck.intercept import CheckMode
 from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget, Place
 from opcheck.switch import Observer
 
-__all__ = ["Stopwatch", "dispatch_seconds", "place_of"]
+__all__ = ["Stopwatch", "dispatch_seconds"]
 
 _TRIALS = 5
 _CALLS = 100
@@ -67,26 +67,23 @@ class Stopwatch:
         local = self._local
         start = perf_counter()
         self._budget.op_ran(local.place, start - local.ended)
-        before = local.ended - local.began
+        before, waited = local.ended - local.began, self._budget.waited
         try:
             self._observer.after(call, out)
         finally:
             seconds = perf_counter() - start
             if isinstance(call, Call) and call.skipped is None:
-                hidden = _AFTERMATH * (before + seconds)
+                cost = before + seconds - (self._budget.waited - waited)
+                hidden = _AFTERMATH * cost
                 spent = self._budget.spend(seconds, hidden=hidden)
-                self._budget.measured(place_of(call), before + spent)
+                cost += spent - seconds
+                self._budget.measured(place_of(call), cost, is_all=not call.in_worker)
             else:
                 self._budget.spend(seconds)
 
     def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see Observer
         """The op raised, and the exception goes on to the caller."""
         self._observer.raised(call)
-
-
-def place_of(call: Call) -> Place:
-    """Where it was made, and its signature."""
-    return (call.site.module, call.site.phase, call.signature)
 
 
 class _Nobody:

@@ -226,6 +226,26 @@ def test_only_what_is_finite_goes_to_a_worker(tmp_path, monkeypatch, value, goes
     assert session.coverage.checked == 1
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_workers_do_is_charged_to_the_bound(tmp_path, monkeypatch, workers):
+    ran = handed_over(monkeypatch)
+    original = beside.Beside._work
+
+    def slow(self, item):
+        try:
+            return original(self, item)
+        finally:
+            item.seconds = 10.0
+
+    monkeypatch.setattr(beside.Beside, "_work", slow)
+    with opcheck.check(log_dir=tmp_path, quiet=True, workers=workers, max_overhead=1e9) as session:
+        for _ in range(3):
+            nn.functional.gelu(X)
+    assert len(ran) >= 2
+    spent = session.coverage.overhead.spent_seconds
+    assert 10 * len(ran) - 1 < spent < 10 * len(ran) + 5
+
+
 def test_callbacks_come_in_the_thread_of_the_step(tmp_path, monkeypatch):
     threads = []
     ran = handed_over(monkeypatch)

@@ -251,6 +251,50 @@ def test_what_entering_and_leaving_take_is_charged_but_for_the_first_time():
     assert summary.spent_seconds == pytest.approx(2 * 2.0 + 3 * 0.5 + 2 * 0.25)
 
 
+def test_what_workers_do_counts_and_waiting_for_them_does_not_count_twice():
+    clock = Clock()
+    budget = OverheadBudget(0.5, clock=clock)
+    with budget.entering():
+        pass
+    place = ("a", "forward", ("mm",))
+    clock.now += 100.0
+    assert budget.admits(place, op="mm", numel=10)
+    clock.now += 1.0
+    budget.spend(1.0)  # the copy
+    budget.measured(place, 1.0, is_all=False)
+    clock.now += 3.0
+    budget.spend(3.0)  # the step's thread waits, in the time of somebody
+    budget.beside(place, 5.0, waited=3.0)
+    summary = budget.summary()
+    assert summary.spent_seconds == pytest.approx(1.0 + 5.0)
+    assert summary.counting_seconds == pytest.approx(0.0)
+    assert budget.waited == 3.0
+    assert not budget.admits(place, op="mm", numel=10) or budget.balance > 5.0
+
+
+def test_whom_max_checks_keeps_out_is_not_waited_for():
+    step = Step(0.01)
+    step.run(layers(4), 1)
+    assert step.budget.summary().num_left > 0
+    for op in ("mm", "gelu", "add"):
+        step.budget.capped((op,))
+    summary = step.budget.summary()
+    assert (summary.num_left, summary.steps_left) == (0, 0)
+
+
+def test_what_a_small_call_cost_says_little_of_a_large_one():
+    clock = Clock()
+    budget = OverheadBudget(1.0, clock=clock)
+    with budget.entering():
+        pass
+    small, large = (("a", "forward", ("mm", size)) for size in (1, 2))
+    clock.now += 1.0
+    assert budget.admits(small, op="mm", numel=200)
+    budget.measured(small, 5e-4)
+    clock.now = 0.01  # which allows 20 times the small one
+    assert budget.admits(large, op="mm", numel=131_072)
+
+
 def test_time_outside_of_the_context_does_not_count():
     step = Step(0.5)
     step.run(layers(2), 2)
