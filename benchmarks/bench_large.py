@@ -31,7 +31,7 @@ from opcheck.sampled import Criterion
 PRODUCT_LIMIT = 0.06
 """Cost of checking a 4096^3 product, as a share of it."""
 ELEMENTS = 1 << 24
-SEEDS = 10
+SEEDS = 5
 
 Case = tuple[str, Callable[[], object]]
 Fault = Callable[[Tensor, int], None]
@@ -145,12 +145,13 @@ def _peak() -> float:
 # ---- verdicts on results made by hand -----------------------------------------------------------
 
 
-def judged(a: Tensor, b: Tensor, y: Tensor, seed: int) -> bool:
-    """Whether `y` passes as `a @ b`."""
+def judged(a: Tensor, b: Tensor, y: Tensor, seed: int, *, device: str = "") -> bool:
+    """Whether `y` passes as `a @ b`; `device` is the kind that it is said to come from."""
     func = torch.ops.aten.mm.default
     call = Call(
         func=func, traits=traits_of(func), args=(a, b), kwargs={}, site=Site("", "other"),
         index=seed, step=0, occurrence=0, source="", out_dtype=y.dtype,
+        on_device=bool(device), device_type=device,
         signature=(func, a.dtype, "contiguous", b.dtype, "contiguous"),
     )  # fmt: skip
     criterion = Criterion(name="calibrated", rtol=1e-4, atol=1e-5, seed=seed)
@@ -176,10 +177,46 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rounded float64": lambda a, b: a.double() @ b.double(),
 }
 
-DATA: dict[str, Callable[[int, int], Tensor]] = {
-    "normal": lambda n, seed: randn(n, n, seed=seed),
-    "positive": lambda n, seed: randn(n, n, seed=seed).relu(),
-    "large mean": lambda n, seed: randn(n, n, seed=seed) + 10.0,
+
+def _in_its_own_dtype(parts: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Split-K that keeps partial sums in the dtype of the factors."""
+
+    def compute(a: Tensor, b: Tensor) -> Tensor:
+        step = a.shape[1] // parts
+        found = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+        for left, right in zip(a.split(step, 1), b.split(step), strict=True):
+            found += (_wide(left) @ _wide(right)).to(a.dtype)
+        return found
+
+    return compute
+
+
+def _cut_to_tf32(x: Tensor) -> Tensor:
+    """To 10 bits of mantissa, as tensor cores may."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def _rounded_to_tf32(x: Tensor) -> Tensor:
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+HALF_ON_DEVICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    f"split-K of {parts}, partial sums in 16 bit": _in_its_own_dtype(parts) for parts in (2, 4, 16)
+}
+TF32_ON_DEVICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "TF32, rounded": lambda a, b: _rounded_to_tf32(a) @ _rounded_to_tf32(b),
+    "TF32, cut": lambda a, b: _cut_to_tf32(a) @ _cut_to_tf32(b),
+}
+
+DATA: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
+    "normal": lambda n: (randn(n, n), randn(n, n, seed=1)),
+    "positive": lambda n: (randn(n, n).relu(), randn(n, n, seed=1).relu()),
+    "large mean": lambda n: (randn(n, n) + 10.0, randn(n, n, seed=1) + 10.0),
+    # sums of terms of size 10 that cancel to the size of their spread
+    "cancelling": lambda n: (
+        randn(n, n) + 10.0,
+        randn(n, n, seed=1) - randn(n, n, seed=1).mean(0),
+    ),
 }
 
 
@@ -187,15 +224,20 @@ def false_alarms(size: int) -> bool:
     """Correct products in other orders; True when none failed."""
     print(f"\ncorrect products of {size}, failed of judged")
     total = failed = 0
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True  # of the products that are said to come from CUDA
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        on_devices = TF32_ON_DEVICES if dtype is torch.float32 else HALF_ON_DEVICES
         for data, make in DATA.items():
-            a, b = make(size, 0).to(dtype), make(size, 1).to(dtype)
-            for name, compute in VARIANTS.items():
-                y = compute(a, b).to(dtype)
-                bad = sum(not judged(a, b, y, seed) for seed in range(SEEDS))
-                total, failed = total + SEEDS, failed + bad
-                if bad:
-                    print(f"  {_short(dtype)} {data} {name}: {bad} of {SEEDS}")
+            a, b = (x.to(dtype) for x in make(size))
+            for device, variants in (("", VARIANTS), ("cuda", on_devices)):
+                for name, compute in variants.items():
+                    y = compute(a, b).to(dtype)
+                    bad = sum(not judged(a, b, y, seed, device=device) for seed in range(SEEDS))
+                    total, failed = total + SEEDS, failed + bad
+                    if bad:
+                        print(f"  {_short(dtype)} {data} {name}: {bad} of {SEEDS}", flush=True)
+    torch.backends.cuda.matmul.allow_tf32 = allowed
     print(f"  {failed} of {total}")
     return failed == 0
 

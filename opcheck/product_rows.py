@@ -23,6 +23,14 @@ NUM_RANDOM_ROWS = 4
 _BORDERS = (128, 64, 16)
 """Tile sizes: the last full tile of each and what follows it are always looked at."""
 
+PARTIAL_SUMS = 0.5
+_OF_PARTIAL_SUMS = (
+    "split-K that keeps partial sums in 16 bit rounds at their size; where 2048 terms cancel to a"
+    " tenth of it, 16 parts err by 17 and 64 parts by 31 times the rms of correct rounding"
+)
+"""Measured on bfloat16 and float16. Half a spacing of the root of the summed squares holds for both
+and changes nothing where results are at least half as large as that."""
+
 
 def edge_rows(rows: int, rng: np.random.Generator) -> Array:
     """First, last, both sides of the last border of 128, 64 and 16 rows, and some at random."""
@@ -61,6 +69,7 @@ class ExactRows:
         self.golden: Array = np.from_dlpack(golden.to(torch.float64))
         y = product.y.index_select(0, index.to(product.y.device)).to("cpu")
         self.actual = host_array(y)
+        self.notes: tuple[str, ...] = ()
         self.outcome = self._judge(criterion)
 
     def _judge(self, criterion: Criterion) -> Outcome:
@@ -80,6 +89,16 @@ class ExactRows:
         found = judge_golden(self.actual, self.golden, perturbed=self._moved, rule=rule)
         if found.passed or not (self._call.on_device or self._call.in_kernel):
             return found
+        found = self._beside_baseline(rule)
+        if found.why != "rmse" or not (product.is_half and product.other_hardware):
+            return found
+        again = self._beside_baseline(replace(rule, extra=PARTIAL_SUMS * self._spread()))
+        if not again.passed:
+            return found
+        self.notes = (f"a named allowance applies: {_OF_PARTIAL_SUMS}",)
+        return again
+
+    def _beside_baseline(self, rule: Rule) -> Outcome:
         return judge_baseline(
             self.actual, self._baseline(), golden=lambda: self.golden, perturbed=self._moved,
             rule=rule,
@@ -87,12 +106,17 @@ class ExactRows:
 
     def _moved(self, _draw: int) -> Array:
         """The golden moved by what inputs moved by one spacing explain, to first order."""
+        moved: Array = self.golden + 1.2 * self._spread()
+        return moved
+
+    def _spread(self) -> Array:
+        """How far inputs moved by one spacing move the rows, for random signs."""
         product = self.product
         eps = 2.0**-10 if product.has_tf32 else float(torch.finfo(product.a.dtype).eps)
         left = product.rows_of_a(self.rows).to(product.golden_dtype).square_()
         squares = rows_times(left, product.b, Scratch(), squared=True).to(torch.float64)
-        spread: Array = 1.2 * eps * abs(product.alpha) * np.sqrt(squares.numpy())
-        return self.golden + spread
+        spread: Array = eps * abs(product.alpha) * np.sqrt(squares.numpy())
+        return spread
 
     def _baseline(self) -> Array:
         """The same rows in the dtype of the call, by torch's own kernel on the CPU."""

@@ -86,7 +86,7 @@ def products_of(call: Call, out: Any) -> list[Product]:
         a=a, b=b, y=y,
         added=added if isinstance(added, Tensor) and base not in ("mm", "bmm", "matmul") else None,
         alpha=float(argument(call, "alpha", 1)), beta=float(argument(call, "beta", 1)),
-        tf32=uses_tf32(call, a), other_hardware=y.device.type != "cpu",
+        tf32=uses_tf32(call, a), other_hardware=call.on_device or y.device.type != "cpu",
     )  # fmt: skip
     if y.dim() == 2:
         return [common]
@@ -170,9 +170,9 @@ def _judge_product(
         if reason:
             return _failed(exact, residual, reason, limit, has_element=False)
     if outcome.passed:
-        notes: tuple[str, ...] = ()
+        notes = exact.notes
         if residual.num_nonfinite:
-            notes = (
+            notes += (
                 f"{residual.num_nonfinite:,} of {residual.z.size:,} sums are not finite: what they"
                 " cover rests on the rows that were computed again",
             )

@@ -126,6 +126,37 @@ def test_partial_sums_in_sixteen_bit_pass_on_other_hardware():
         assert found.passed, (data, found.reason)
 
 
+def partial_sums_in_sixteen_bit(a, b, parts):
+    step = N // parts
+    y = torch.zeros(N, N, dtype=a.dtype)
+    for left, right in zip(a.split(step, dim=1), b.split(step), strict=True):
+        y += (left.float() @ right.float()).to(a.dtype)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_partial_sums_that_cancel_pass_by_a_named_allowance(dtype):
+    a, b = factors("cancelling", dtype)
+    y = partial_sums_in_sixteen_bit(a, b, 32)
+    found = judged(a, b, y, on_device=True)
+    assert found.passed, found.reason
+    assert any("a named allowance applies: split-K" in note for note in found.notes)
+    assert not judged(a, b, y).passed  # the CPU keeps them in float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_allowance_for_partial_sums_does_not_hide_faults(dtype):
+    for data in ("normal", "cancelling"):
+        a, b = factors(data, dtype)
+        y = partial_sums_in_sixteen_bit(a, b, 4)
+        noise = torch.randn(N, N, generator=torch.Generator().manual_seed(3))
+        wrong = (y.float() + 0.5 * y.float().std() * noise).to(dtype)
+        assert not judged(a, b, wrong, on_device=True).passed, data
+        wrong = y.clone()
+        wrong[:, 640:704] = 0
+        assert not judged(a, b, wrong, on_device=True).passed, data
+
+
 # ---- faults ----
 
 
