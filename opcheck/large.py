@@ -13,16 +13,14 @@ from opcheck.products import is_product, judge_projection, products_of
 from opcheck.records import SkipReason
 from opcheck.sampled import (
     Criterion,
-    ElementsKept,
     Judged,
-    elements_before,
-    judge_elements_of,
     judge_parts,
     nonfinite_rows,
     pick_rows,
     rng_of,
     sample_of,
 )
+from opcheck.sampled_elements import ElementsKept, elements_before, judge_elements_of
 from opcheck.slices import Kept, Part, Pick, cut_with, keep, part_of_slices
 from opcheck.wholes import is_whole, judge_whole
 

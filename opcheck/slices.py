@@ -103,6 +103,8 @@ def take(tensor: Tensor, dims: Dims, index: Index) -> Tensor:
     found = plain.permute(*dims, *rest)[places]
     before = sum(dim < dims[0] for dim in rest)
     found = found.movedim(0, before)
+    if len(dims) > 1:  # batched LAPACK kernels trust the strides of dimensions of size 1
+        found = found.contiguous()
     for dim in dims[1:]:
         found = found.unsqueeze(dim)
     return found.to("cpu")

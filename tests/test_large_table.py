@@ -50,6 +50,10 @@ def pooled(*kernel: int) -> tuple[Any, ...]:
 NO_CPU_KERNEL = {torch.ops.aten._fused_rms_norm_backward.default}
 MAX = torch.ops.aten.max_pool2d_with_indices.default
 X4 = t(A, B, C, D)
+MATRICES = t(A, B, 3, 3)
+SYMMETRIC = MATRICES @ MATRICES.mT + torch.eye(3)
+LOWER = torch.linalg.cholesky(SYMMETRIC)
+NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
 
 SAMPLES: dict[str, tuple[Any, ...]] = {
     "_softmax": (t(A, B, C), 1, False),
@@ -189,11 +193,70 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "index_put_": (t(A, B, C), [torch.tensor([3, 0, 3, 2])], t(4, B, C), True),
     "_index_put_impl_": (t(A, B, C), [torch.tensor([3, 0, 3, 2])], t(4, B, C), True),
     "_unsafe_index_put": (t(A, B, C), [torch.tensor([3, 0, 3, 2])], t(4, B, C), True),
+    "_upsample_nearest_exact1d": (t(A, B, C), [17]),
+    "_upsample_nearest_exact3d": (t(2, A, B, C, D), [17, 19, 23]),
+    "_upsample_bilinear2d_aa": (t(A, B, C, D), [17, 19], False),
+    "_upsample_bicubic2d_aa": (t(A, B, C, D), [17, 19], False),
+    **{f"{name}1d_backward": (t(A, B, 17), [17], [A, B, C]) for name in NEAREST},
+    **{f"{name}2d_backward": (t(A, B, 17, 19), [17, 19], [A, B, C, D]) for name in NEAREST},
+    **{
+        f"{name}3d_backward": (t(A, B, 17, 19, 23), [17, 19, 23], [A, B, 9, C, D])
+        for name in NEAREST
+    },
+    "upsample_linear1d_backward": (t(A, B, 17), [17], [A, B, C], False),
+    **{
+        name: (t(A, B, 17, 19), [17, 19], [A, B, C, D], False)
+        for name in (
+            "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+            "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
+        )
+    },
+    "upsample_trilinear3d_backward": (
+        t(A, B, 17, 19, 23), [17, 19, 23], [A, B, 9, C, D], False,
+    ),
+    "reflection_pad1d_backward": (t(A, B, C + 3), t(A, B, C), [2, 1]),
+    "reflection_pad2d_backward": (t(A, B, C + 5, D + 3), X4, [2, 1, 3, 2]),
+    "replication_pad1d_backward": (t(A, B, C + 3), t(A, B, C), [2, 1]),
+    "replication_pad2d_backward": (t(A, B, C + 5, D + 3), X4, [2, 1, 3, 2]),
+    "grid_sampler_3d": (t(A, 2, B, C, D), t(A, 3, 4, 2, 3).tanh(), 0, 0, False),
+    "grid_sampler_2d_backward": (
+        t(A, B, 3, 4), X4, t(A, 3, 4, 2).tanh(), 0, 0, False, [True, True],
+    ),
+    "grid_sampler_3d_backward": (
+        t(A, 2, 3, 4, 2), t(A, 2, B, C, D), t(A, 3, 4, 2, 3).tanh(), 0, 0, False, [True, True],
+    ),
+    "unsafe_split": (t(A, B, C), 3, 1),
+    "cholesky": (SYMMETRIC,),
+    "cholesky_inverse": (LOWER,),
+    "linalg_eigvals": (MATRICES,),
+    "_linalg_eigvals": (MATRICES,),
+    "linalg_matrix_exp": (MATRICES,),
+    "geqrf": (MATRICES,),
+    "linalg_cholesky_ex": (SYMMETRIC,),
+    "linalg_eig": (MATRICES,),
+    "linalg_ldl_factor_ex": (SYMMETRIC,),
+    "linalg_qr": (MATRICES,),
+    "linalg_inv_ex": (MATRICES,),
+    "_linalg_eigh": (SYMMETRIC,),
+    "linalg_lu": (MATRICES,),
+    "linalg_lu_factor_ex": (MATRICES,),
+    "_linalg_det": (MATRICES,),
+    "_linalg_svd": (MATRICES,),
+    "_linalg_slogdet": (MATRICES,),
+    "_linalg_solve_ex": (MATRICES, t(A, B, 3, 2)),
+    "linalg_solve_triangular": (LOWER, t(A, B, 3, 2)),
+    "triangular_solve": (t(A, B, 3, 2), LOWER, False),
+    "cholesky_solve": (t(A, B, 3, 2), LOWER),
+    "linalg_lu_solve": (*torch.linalg.lu_factor(MATRICES), t(A, B, 3, 2)),
+    "linalg_householder_product": torch.geqrf(MATRICES),
+    "ormqr": (*torch.geqrf(MATRICES), t(A, B, 3, 2)),
+    "lu_unpack": torch.linalg.lu_factor(MATRICES),
     "aminmax": (t(A, B, C),),
     "mv": (t(A, B), t(B)),
 }  # fmt: skip
 KEYWORDS = {
     "aminmax": {"dim": 1},
+    "linalg_solve_triangular": {"upper": False},
     "var.correction": {"correction": 0},
     "norm.ScalarOpt_dim_dtype": {"dtype": torch.float64},
 }
