@@ -167,20 +167,18 @@ class _Sizes:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        from torch._dynamo import pgo
-
-        current = pgo.get_code_state()
+        current = _torch.loaded_code_state()()
         if current is self.own:
             yield
             return
         if current is not self.users:  # the first time, and after torch._dynamo.reset()
             self.users, self.own = current, copy.deepcopy(current)
-        pgo._CODE_STATE = self.own
+        _torch.set_code_state(self.own)
         try:
             yield
         finally:
-            if pgo._CODE_STATE is self.own:
-                pgo._CODE_STATE = current
+            if _torch.code_state() is self.own:
+                _torch.set_code_state(current)
 
 
 @functools.cache

@@ -72,6 +72,7 @@ __all__ = [
     "is_pending",
     "is_unsharded",
     "is_view",
+    "loaded_code_state",
     "lookup_backend",
     "memory_of",
     "mutation_names_of",
@@ -236,6 +237,8 @@ CompileId = _door.later("torch._guards.CompileId")
 _optimized_module = _door.later("torch._dynamo.eval_frame.OptimizedModule")
 code_state = _door.later("torch._dynamo.pgo._CODE_STATE")
 """What Dynamo has learnt of sizes that change."""
+loaded_code_state = _door.later("torch._dynamo.pgo.get_code_state")
+"""The same, after a look at what an earlier process has left."""
 _pgo = _door.later("torch._dynamo.pgo")
 _write_code_state = _door.writer("torch._dynamo.pgo._CODE_STATE")
 

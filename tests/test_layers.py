@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.private_torch import is_for_type_checkers, own_names, private_uses
+
 ROOT = Path(__file__).parents[1]
 
 # from the bottom up; a module may import those of lower lines only
@@ -213,14 +215,6 @@ def rank_of(package: str, module: str) -> int:
     pytest.fail(f"{package}/{module}.py has no layer; give it one in tests/test_layers.py")
 
 
-def is_for_type_checkers(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.If)
-        and isinstance(node.test, ast.Name)
-        and node.test.id == "TYPE_CHECKING"
-    )
-
-
 def walk(node: ast.AST) -> Iterator[ast.AST]:
     """Walk everything that runs: imports under `if TYPE_CHECKING` do not."""
     yield node
@@ -300,3 +294,15 @@ def test_reading_side_is_torch_free(stem: str) -> None:
 def test_no_module_reads_the_tests(package: str, stem: str) -> None:
     roots = {name.partition(".")[0] for name in imported(sources(package)[stem])}
     assert not roots & {"tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_private_torch_is_named_in_one_file(package: str) -> None:
+    files = sources(package)
+    own = own_names(files.values())
+    found = [
+        f"{package}/{path.name}: {use}"
+        for stem, path in files.items()
+        for use in private_uses(ast.parse(path.read_text()), own, is_door=stem == "_torch")
+    ]
+    assert found == []
