@@ -37,8 +37,11 @@ def judged(trial: Trial, numbers: Documented) -> Compared:
     notes = [] if trial.has_golden else ["no float64 run: judged by the same dtype"]
     if trial.num_wrong:
         return trial.nonfinite(numbers, notes)
+    why = _wrong_beside_dead_eager(trial)
+    if why:
+        return trial.done(Verdict.FAIL, why, notes, numbers, None)
     if not trial.golden.size:
-        return trial.done(Verdict.PASS, "", notes, numbers, None)
+        return trial.done(Verdict.PASS, "", [*notes, *trial.nearer()], numbers, None)
     if trial.is_noise():
         note = "zero in exact arithmetic, as far as float64 can tell: rounding on both sides"
         return trial.done(Verdict.PASS, "", [*notes, note], numbers, None)
@@ -49,6 +52,28 @@ def judged(trial: Trial, numbers: Documented) -> Compared:
     if strained or result.verdict == Verdict.FAIL:
         result = at_a_kink(trial, result, notes, moved) or result
     return replace(result, strained=strained)
+
+
+def _wrong_beside_dead_eager(trial: Trial) -> str:
+    """Where eager alone is NaN or Inf: why compiled is no rounding of the golden there, or ""."""
+    dead = trial.where_eager_died()
+    if dead is None:
+        return ""
+    moved = dead.sensitivity(dead.references.moved, SENSITIVE_DRAWS)
+    allowed = dead.spacing(dead.golden, moved) + rms(trial.eager - trial.golden)
+    finite = np.abs(trial.all_golden) < tol.ROUNDS_TO_INF[trial.dtype]
+    allowed += tol.EPS[trial.dtype] * typical_of(trial.all_golden[finite])
+    q = np.abs(dead.actual - dead.golden) / allowed
+    worst = int(q.argmax())
+    limit = FAR_LIMITS[trial.half][0]
+    if float(q[worst]) <= limit:
+        return ""
+    _, place = trial.index(int(np.flatnonzero(dead.keep)[worst]))
+    num_out = int(np.count_nonzero(q > limit))
+    return (
+        f"{place} is {dead.actual[worst]:.9g}, eager gives NaN or Inf, float64"
+        f" {dead.golden[worst]:.9g}: both sides are wrong, in {num_out} of {q.size} such elements"
+    )
 
 
 def _together(trial: Trial, numbers: Documented, notes: list[str], moved: Array) -> Compared:

@@ -120,6 +120,20 @@ class Trial:
             int(np.count_nonzero(wrong)), int(np.argmax(wrong)), y, g, is_complex, alone,
         )  # fmt: skip
 
+    def where_eager_died(self) -> Trial | None:
+        """The elements that are NaN or Inf in eager alone; None: there are none."""
+        if not self.eager_alone_wrong:
+            return None
+        rounded = classes_of(self.all_golden, tol.ROUNDS_TO_INF[self.dtype])
+        place = (classes_of(self.all_actual) == 0) & (rounded == 0)
+        place[np.flatnonzero(self.keep)] = False
+        if not place.any():
+            return None
+        return replace(
+            self, actual=self.all_actual[place], eager=self.all_golden[place],
+            golden=self.all_golden[place], keep=place,
+        )  # fmt: skip
+
     # ---- numbers ----
 
     def sensitivity(self, source: Callable[[int], Array | None], draws: int) -> Array:

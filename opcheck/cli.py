@@ -278,7 +278,11 @@ def _command(
     commands: Any, name: str, call: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=f"{text}.", epilog=_STATUS_HELP, allow_abbrev=False
+        name,
+        help=text,
+        description=text if text.endswith("?") else f"{text}.",
+        epilog=_STATUS_HELP,
+        allow_abbrev=False,
     )
     parser.set_defaults(command=call)
     return parser
@@ -357,9 +361,12 @@ def _add_run(
     parser = _command(commands, name, call, text)
     unset = argparse.SUPPRESS
     parser.add_argument("--log-dir", metavar="DIR", default="logs")
-    parser.add_argument("--rtol", type=float, default=unset)
-    parser.add_argument("--atol", type=float, default=unset)
-    parser.add_argument("--criterion", choices=("calibrated", "allclose"), default=unset)
+    parser.add_argument("--rtol", type=float, default=unset, help="of allclose (default: 1e-4)")
+    parser.add_argument("--atol", type=float, default=unset, help="of allclose (default: 1e-5)")
+    parser.add_argument(
+        "--criterion", choices=("calibrated", "allclose"), default=unset,
+        help="default: calibrated, unless a tolerance is given",
+    )  # fmt: skip
     parser.add_argument(
         "--max-checks", type=_count_or_all, metavar="N|all", default=unset, help="per signature"
     )
@@ -367,8 +374,14 @@ def _add_run(
         "--max-overhead", metavar="SHARE", default=unset,
         help="time for checking beside the step's own: 50%%",
     )  # fmt: skip
-    parser.add_argument("--max-numel", type=_count, metavar="N", default=unset)
-    parser.add_argument("--large", choices=("sample", "skip", "full"), default=unset)
+    parser.add_argument(
+        "--max-numel", type=_count, metavar="N", default=unset,
+        help="elements of the largest tensor that is compared whole (default: 1000000)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--large", choices=("sample", "skip", "full"), default=unset,
+        help="what to do with larger ones (default: sample)",
+    )  # fmt: skip
     parser.add_argument(
         "--workers", type=_count, metavar="N", default=unset,
         help="threads that check beside the step",
@@ -379,8 +392,12 @@ def _add_run(
         ("--modules", "modules to check, with their children"),
     ):
         parser.add_argument(name, action="append", metavar="GLOB", default=unset, help=text)
-    parser.add_argument("--start-step", type=_count, metavar="N", default=unset)
-    parser.add_argument("--num-steps", type=_count, metavar="N", default=unset)
+    parser.add_argument(
+        "--start-step", type=_count, metavar="N", default=unset, help="first step, from 0"
+    )
+    parser.add_argument(
+        "--num-steps", type=_count, metavar="N", default=unset, help="steps (default: all)"
+    )
     for name, text in (
         ("--blame", "tell errors born in a call from inherited ones"),
         ("--repeat", "run kernels twice: do they give the same bits"),

@@ -143,6 +143,7 @@ def judge_baseline(
     kinds = kind(got), kind(ref), kind(want.to(dtype))
     if bool(((kinds[0] != kinds[1]) & (kinds[0] != kinds[2])).any()):
         return "nonfinite"
+    ref = torch.where(ref.isfinite(), ref, want)  # there the golden alone judges
     keep = got.isfinite() & ref.isfinite() & (kinds[2] == 0)
     got, ref, want = got[keep], ref[keep], want[keep]
     if not len(got):

@@ -24,6 +24,17 @@ FAULTS = {
     "remainder_vectorised": ("wrap", "forward", {""}),
 }
 
+SAID = {
+    "angle_negative_zero": ("element (0,) is 0, eager gives 3.14159274", 1),
+    "autocast_backward_overflow": ("is inf, expected", 6),
+    "cumsum_dtype_dropped": ("dtype is torch.int64, eager gives torch.bfloat16", 0),
+    "dropout_identity_alias": ("12 of 12 elements are out", 12),
+    "dtype_view_read_after_write": ("", 15),
+    "pool_then_where_backward": ("eager is nearer to float64", None),
+    "remainder_vectorised": ("NaN or Inf differ in 12 of 32 elements", 12),
+}
+"""Of the first tensor that fails: words of the reason, and elements that are out."""
+
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -75,6 +86,30 @@ def test_fault_is_found_and_nothing_else_is(name: str, root: bool) -> None:
         assert len(failed) == len(tensors)
     else:
         assert failed == tensors, explain(result)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", FAULTS)
+def test_reason_tells_what_is_wrong_and_in_how_many_elements(name: str) -> None:
+    said, num_out = SAID[name]
+    result = run(name, root=False)
+    failed = [
+        item
+        for diff in result.diffs
+        for _, _, item in diff.tensors()
+        if item.judged == Verdict.FAIL
+    ]
+    assert said in failed[0].reason
+    assert num_out is None or failed[0].metrics.num_out == num_out
+
+
+def test_compiled_code_that_is_wrong_beside_a_dead_eager_is_no_pass() -> None:
+    """Eager's layer norm gives NaN for a row of 1e20, inductor's gives zeros."""
+    result = run("layer_norm_large_inputs", root=False)
+    assert result.verdict == Verdict.FAIL
+    assert result.suspects == [("norm", "forward")]
+    (item,) = result.diffs[0].fwd_output
+    assert "both sides are wrong, in 48 of 48" in item.reason
 
 
 @pytest.mark.parametrize("name", of_kind("benign"))

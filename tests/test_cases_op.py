@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from opcheck import Verdict, check
 from tests.cases import CASES, Case, of_kind
+from tests.faults import planted
 
 NAMED = [name for name, case in CASES.items() if case.culprit is not None]
 RIGHT_IN_EAGER = [name for name in CASES if name not in NAMED]
@@ -78,6 +80,46 @@ def test_fmod_counts_the_elements_of_the_vectorised_part(tmp_path: Path) -> None
     metrics = session.failures[0].metrics
     assert metrics.num_nonfinite == 16
     assert metrics.num_elements == 20
+
+
+def test_layer_norm_is_nan_where_float64_is_finite(tmp_path: Path) -> None:
+    session = run_checked(CASES["layer_norm_large_inputs"], tmp_path)
+    metrics = session.failures[0].metrics
+    assert metrics.num_nonfinite >= 48
+    assert math.isnan(metrics.actual_at)
+    assert math.isfinite(metrics.expected_at)
+
+
+def test_kernel_that_is_wrong_where_the_original_dies_is_found(tmp_path: Path) -> None:
+    def zeros_for_nan(original: Any) -> Any:
+        def layer_norm(*args: Any) -> Any:
+            out, mean, rstd = original(*args)
+            return torch.nan_to_num(out, nan=0.0), mean, rstd
+
+        return layer_norm
+
+    case = CASES["layer_norm_large_inputs"]
+    with planted("aten.native_layer_norm.default", zeros_for_nan):
+        session = run_checked(case, tmp_path)
+    assert session.verdict == Verdict.FAIL
+    first = session.failures[0]
+    assert (first.op, first.module) == ("aten.native_layer_norm.default", "norm")
+    assert first.metrics.actual_at == 0.0
+    assert "is 0, expected" in first.reason
+
+
+def test_distances_of_far_off_points_are_off_by_much(tmp_path: Path) -> None:
+    session = run_checked(CASES["cdist_cancellation"], tmp_path)
+    metrics = session.failures[0].metrics
+    assert metrics.num_out > 0.9 * metrics.num_elements
+    assert 5 <= metrics.expected_at <= 150
+
+
+def test_input_gradient_of_the_modelled_kernel_is_out_everywhere(tmp_path: Path) -> None:
+    session = run_checked(CASES["modelled_layer_norm_backward_2d"], tmp_path)
+    metrics = session.failures[0].metrics
+    assert (metrics.worst_output, metrics.num_elements) == (0, 160)
+    assert metrics.num_out >= 158
 
 
 @pytest.mark.parametrize("name", of_kind("benign"))

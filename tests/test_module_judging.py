@@ -75,6 +75,23 @@ def test_scaled_half_result_fails_though_each_element_is_near() -> None:
     assert judge(eager + 0, eager, golden, dtype="float16").verdict == Verdict.PASS
 
 
+@pytest.mark.parametrize("num_dead", [1, 100, SIZE])
+def test_where_eager_died_float64_judges(num_dead: int) -> None:
+    golden = golden_of()
+    eager = rounded(golden, 2)
+    eager[:num_dead] = np.nan
+    right = rounded(golden, 1)
+    found = judge(right, eager, golden)
+    assert found.verdict == Verdict.PASS
+    assert any("eager is the wrong side" in note for note in found.notes)
+    wrong = right.copy()
+    wrong[0] = 0.0
+    found = judge(wrong, eager, golden)
+    assert found.verdict == Verdict.FAIL
+    assert "both sides are wrong, in 1 of" in found.reason
+    assert judge(eager, eager.copy(), golden).verdict == Verdict.PASS  # equal bits
+
+
 def test_compiled_that_agrees_with_float64_passes_where_eager_is_far_off() -> None:
     golden = golden_of()
     found = judge(rounded(golden, 1), rounded(golden * 2, 2), golden)

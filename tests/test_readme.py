@@ -74,6 +74,19 @@ def test_commands_print_what_the_readme_shows(folder):
         assert normalised(done.stdout) == normalised(expected), line
 
 
+def anchor(heading: str) -> str:
+    """As hosts of repositories make it of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_link_within_the_readme_leads_somewhere():
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    anchors = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
+    links = re.findall(r"\]\(\s*#([^)]*)\)", prose)
+    assert len(links) > 10
+    assert [link for link in links if link not in anchors] == []
+
+
 @pytest.mark.parametrize(
     "line",
     [*re.findall(r"`(opcheck review logs --[^`]*)`", TEXT), "opcheck export logs --format csv"],

@@ -216,6 +216,18 @@ def test_nonfinite_may_follow_the_baseline_or_the_golden() -> None:
     assert beside(actual, finite, np.array([1e38, 1.0])).why == "nonfinite"
 
 
+def test_where_the_baseline_died_the_golden_judges() -> None:
+    golden = normal(100)
+    baseline = golden.astype(np.float32)
+    baseline[:50] = [np.nan, np.inf] * 25
+    right, wrong = golden.astype(np.float32), golden.astype(np.float32)
+    wrong[7] = 0.0
+    assert beside(right, baseline, golden).passed
+    outcome = beside(wrong, baseline, golden)
+    assert (outcome.why, outcome.metrics.worst_index) == ("elem", (7,))
+    assert beside(baseline, baseline * 1, golden).passed  # the same death is another question
+
+
 # ---- faults that tools of today let pass --------------------------------------------------------
 
 
