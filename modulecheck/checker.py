@@ -170,10 +170,15 @@ class PrecisionChecker:
                 " keep_installed=True) between steps"
             )
         self._check_model(model)
-        self._run = SinglePass(self._selection.plan(model), self._settings())
-        self._loss = None
-        self._run.install()
-        self._is_installed = True
+        run = SinglePass(self._selection.plan(model), self._settings())
+        try:
+            self._run, self._loss = run, None
+            run.install()
+            self._is_installed = True
+        except BaseException:
+            run.remove()
+            self._run, self._is_installed = None, False
+            raise
 
     def _settings(self) -> Settings:
         return Settings(

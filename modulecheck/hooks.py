@@ -182,7 +182,7 @@ def _device_of(module: nn.Module, args: Any, kwargs: Any) -> str:
 
 
 class Boundary:
-    """A compiled version inside a module, until `remove`."""
+    """A compiled version inside a module, from `put_on` until `remove`."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Boundary:
         """Compile.
 
         Args:
-            module: runs compiled from now on.
+            module: runs compiled once this is put on.
             backend: of `torch.compile`; None: the module goes on in eager, and is looked at.
             cast_dtype: autocast inside the compiled region.
             around: given the compiled callable, args and kwargs; runs it once. None: nobody looks.
@@ -215,7 +215,11 @@ class Boundary:
                 return (eager if replaying() else compiled)(*args, **kwargs)
             return around(compiled, args, kwargs)
 
-        module.__dict__[self._place] = call
+        self._call = call
+
+    def put_on(self) -> None:
+        """The module runs compiled from now on."""
+        self._module.__dict__[self._place] = self._call
 
     def remove(self) -> None:
         """The module is as before."""

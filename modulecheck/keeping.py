@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from modulecheck import _torch, trees
 from modulecheck.snapshot import RandomState
+from opcheck.exits import uncut
 from opcheck.golden import CannotRunAgainError, contents_kept
 
 __all__ = ["Keeper"]
@@ -127,10 +128,13 @@ class Keeper:
                 yield
         finally:
             handle.remove()
-            with _torch.no_modes():
-                self._state.restore()
-                self._beside.restore()
-            self._random.restore()
+            uncut(self._put_back)
+
+    def _put_back(self) -> None:
+        with _torch.no_modes():
+            self._state.restore()
+            self._beside.restore()
+        self._random.restore()
 
     def hold(self, values: Any) -> None:
         """Inputs of the model: what the run does to them is undone."""

@@ -17,6 +17,7 @@ from modulecheck.attributes import attribute_tensors
 from modulecheck.distributed import is_fsdp2, no_collectives
 from modulecheck.snapshot import RandomState, Snapshot, arguments, copied_together
 from modulecheck.undisturbed import undisturbed
+from opcheck.exits import uncut
 from opcheck.golden_rules import wider
 
 __all__ = [
@@ -58,8 +59,9 @@ _now = _Replaying()
 @contextlib.contextmanager
 def together(*, agreed: bool) -> Iterator[None]:
     """Runs inside may talk to the other ranks, which do the same."""
-    before, _now.together = _now.together, agreed
+    before = _now.together
     try:
+        _now.together = agreed
         yield
     finally:
         _now.together = before
@@ -171,9 +173,9 @@ def widened(tensor: Tensor, name: str) -> Tensor:
 @contextlib.contextmanager
 def _running(*, compiled: bool = False) -> Iterator[None]:
     """Reference work: the generators are put back, dispatch modes and checkpoint hooks are out."""
-    before = RandomState.now()
-    _now.depth += 1
+    before, depth = RandomState.now(), _now.depth
     try:
+        _now.depth = depth + 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(_torch.no_modes())
             if not compiled:  # a mode turns compile off, and hooks make it another graph
@@ -184,8 +186,8 @@ def _running(*, compiled: bool = False) -> Iterator[None]:
                 )
             yield
     finally:
-        _now.depth -= 1
-        before.restore()
+        _now.depth = depth
+        uncut(before.restore)
 
 
 @contextlib.contextmanager

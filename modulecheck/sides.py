@@ -358,6 +358,7 @@ def run_side(
             )  # fmt: skip
             boundaries.append(boundary)
             stack.callback(boundary.remove)
+            boundary.put_on()
         with _around(twin, at_root):
             loss = run_step(twin)
         if loss is not None:

@@ -38,6 +38,7 @@ from modulecheck.results import ModuleDiff, merged
 from modulecheck.selection import Plan
 from modulecheck.sidechannel import Agreement, SideChannel
 from modulecheck.watching import num_ops
+from opcheck.exits import uncut
 
 __all__ = ["SinglePass"]
 
@@ -96,12 +97,16 @@ class SinglePass:
                     num_modules=len(self._plan.targets),
                 )
                 self._boundaries.append(boundary)
+                boundary.put_on()
         except BaseException:
             self.remove()
             raise
 
     def remove(self) -> None:
         """The model is as before `install`."""
+        uncut(self._remove)
+
+    def _remove(self) -> None:
         for boundary in self._boundaries:
             boundary.remove()
         self._boundaries.clear()

@@ -100,8 +100,8 @@ def module_register_tensor_checker(
     try:
         for model, name in zip(models, names, strict=True):
             hooks = ModelHooks(model, checker, name, rename, options)
-            hooks.install(strict=strict)
             registered.models.append(hooks)
+            hooks.install(strict=strict)
     except BaseException:
         registered.remove()
         raise

@@ -11,6 +11,7 @@ from torch import nn
 
 from modulecheck import _torch
 from modulecheck.distributed import is_fsdp2
+from opcheck.exits import uncut
 
 __all__ = ["undisturbed", "user_hooks"]
 
@@ -53,6 +54,17 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
     """Run `root` in eager without anybody noticing: hooks off, attributes as before afterwards."""
     kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
     kept_global = [dict(table) for table in _torch.global_forward_tables]
+
+    def put_back() -> None:
+        for item, attributes, contents in kept:
+            item.__dict__.clear()
+            item.__dict__.update(attributes)
+            for key, copy in contents.items():
+                if copy is not None:
+                    _restore(attributes[key], copy)
+        for table, entries in zip(_torch.global_forward_tables, kept_global, strict=True):
+            table.update(entries)
+
     try:
         for table in _torch.global_forward_tables:
             table.clear()
@@ -74,14 +86,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
             item.__dict__[_torch.COMPILED_CALL] = None
         yield
     finally:
-        for item, attributes, contents in kept:
-            item.__dict__.clear()
-            item.__dict__.update(attributes)
-            for key, copy in contents.items():
-                if copy is not None:
-                    _restore(attributes[key], copy)
-        for table, entries in zip(_torch.global_forward_tables, kept_global, strict=True):
-            table.update(entries)
+        uncut(put_back)
 
 
 def _restore(value: Any, copy: Any) -> None:

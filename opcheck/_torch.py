@@ -39,6 +39,7 @@ __all__ = [
     "disable_current_modes",
     "disabled_torch_dispatch",
     "dispatch_key_of",
+    "forward_hooks_always_called",
     "forward_hooks_with_kwargs",
     "global_forward_tables",
     "global_hook_counts",
@@ -48,19 +49,23 @@ __all__ = [
     "is_functional",
     "is_unshared",
     "memory_of",
+    "mode_notes",
     "mode_stack",
     "mode_stack_length",
     "neg_view",
     "next_sequence_nr",
+    "optimizer_tables",
     "own_children",
     "own_parameters",
     "pop_mode",
     "push_mode",
+    "python_dispatch",
     "python_kernels",
     "refs",
     "registrations_for",
     "schema_of",
     "sequence_nr_of",
+    "set_no_compile",
     "storage_id",
     "tags_of",
     "tree_flatten",
@@ -118,6 +123,17 @@ disable_current_modes: Callable[[], Any] = _door.need(
 )
 pop_mode: Callable[[], Any] = _door.need("torch.utils._python_dispatch._pop_mode")
 push_mode: Callable[[Any], None] = _door.need("torch.utils._python_dispatch._push_mode")
+python_dispatch: Any = _door.need("torch.utils._python_dispatch")
+mode_notes = (
+    _door.writer("torch.utils._python_dispatch._is_in_torch_dispatch_mode"),
+    _door.writer("torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode"),
+    _door.writer("torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals"),
+)
+"""What `python_dispatch` notes of the modes that are on: any, one of the user's, one without
+compile."""
+set_no_compile: Callable[[bool], None] = _door.need(
+    "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals"
+)
 
 # ---- ops ----------------------------------------------------------------------------------------
 
@@ -184,6 +200,9 @@ own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = _door.getter(
 forward_hooks_with_kwargs: dict[int, bool] = _door.need(
     "torch.nn.modules.module._global_forward_hooks_with_kwargs"
 )
+forward_hooks_always_called: dict[int, bool] = _door.need(
+    "torch.nn.modules.module._global_forward_hooks_always_called"
+)
 global_forward_tables: tuple[dict[int, Any], ...] = (
     _door.need("torch.nn.modules.module._global_forward_hooks"),
     _door.need("torch.nn.modules.module._global_forward_pre_hooks"),
@@ -194,6 +213,10 @@ _hook_tables = (
     _door.getter("torch.nn.Module()._backward_hooks"),
     _door.getter("torch.nn.Module()._backward_pre_hooks"),
     _door.getter("torch.nn.Module()._state_dict_hooks"),
+)
+optimizer_tables: tuple[dict[int, Any], ...] = (
+    _door.need("torch.optim.optimizer._global_optimizer_pre_hooks"),
+    _door.need("torch.optim.optimizer._global_optimizer_post_hooks"),
 )
 _global_tables = {
     "_global_forward_hooks": global_forward_tables[0],
@@ -209,10 +232,8 @@ _global_tables = {
     "_global_parameter_registration_hooks": _door.need(
         "torch.nn.modules.module._global_parameter_registration_hooks"
     ),
-    "_global_optimizer_pre_hooks": _door.need("torch.optim.optimizer._global_optimizer_pre_hooks"),
-    "_global_optimizer_post_hooks": _door.need(
-        "torch.optim.optimizer._global_optimizer_post_hooks"
-    ),
+    "_global_optimizer_pre_hooks": optimizer_tables[0],
+    "_global_optimizer_post_hooks": optimizer_tables[1],
 }
 
 

@@ -79,6 +79,7 @@ class Beside:
         self._max_bytes = max_bytes
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+        self._prefix = f"opcheck-{id(self):x}_"
         self._thread = 0
         self._queue: deque[_Waiting] = deque()
         self._held_bytes = 0
@@ -101,7 +102,7 @@ class Beside:
             return False
         mine, result, memory, num_bytes = copied
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="opcheck")
+            self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix=self._prefix)
         item = _Waiting(mine, result, memory, num_bytes)
         item.found = self._pool.submit(self._work, item)
         self._queue.append(item)
@@ -143,9 +144,21 @@ class Beside:
                 self._collect(all_of_them=True, show=sys.stderr.isatty())
         finally:
             self._forget()
-            pool, self._pool = self._pool, None
+            pool = self._pool
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
+                self._join()
+            self._pool = None
+
+    def _join(self) -> None:
+        """Wait for the one worker that the pool may not know: Ctrl-C came while it began."""
+        for thread in threading.enumerate():
+            if thread.name.startswith(self._prefix):
+                begin = time.monotonic()
+                while thread.ident is None and time.monotonic() - begin < _QUIET_SECONDS:
+                    time.sleep(0.001)
+                if thread.is_alive():
+                    thread.join()
 
     def _forget(self) -> None:
         self._queue.clear()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opcheck import _torch
-from opcheck.golden import contents_kept
+from opcheck.golden import Contents, contents_kept
 from opcheck.modes import active_modes
 
 __all__ = ["Certificate", "Surroundings", "certify"]
@@ -203,32 +203,51 @@ def certify(
         Whatever `step` raises; the state is then as before.
     """
     kept = _Kept(model, tuple(optimizers))
+    attributes = Contents(vars(item) for item in model.modules())
+    try:
+        return _certified(_Runs(step, kept), checked)
+    except BaseException:
+        attributes.put_back()
+        kept.restore()
+        raise
 
-    def run(context: AbstractContextManager[Any], *, keep: bool) -> dict[str, Any]:
-        versions = {id(tensor): _torch.version_of(tensor) for tensor, _ in kept.tensors}
-        surroundings = Surroundings.now(model)
-        try:
-            if keep:
-                with context:
-                    out = step()
-            else:
-                with contents_kept([vars(item) for item in model.modules()]), context:
-                    out = step()
-                    return _left_behind(kept, out, versions, surroundings)
-            return _left_behind(kept, out, versions, surroundings)
-        except BaseException:
-            kept.restore()
-            raise
 
-    plain = run(_EmptyMode(), keep=False)  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs the step, and tells what it left behind."""
+
+    step: Callable[[], Any]
+    kept: _Kept
+
+    def plain(self) -> dict[str, Any]:
+        """Without the checker; what modules hold is put back."""
+        modules = [vars(item) for item in self.kept.model.modules()]
+        with contents_kept(modules):
+            return self._run(_EmptyMode())  # type: ignore[no-untyped-call]
+
+    def checked(self, context: AbstractContextManager[Any]) -> dict[str, Any]:
+        """With it."""
+        return self._run(context)
+
+    def _run(self, context: AbstractContextManager[Any]) -> dict[str, Any]:
+        versions = {id(tensor): _torch.version_of(tensor) for tensor, _ in self.kept.tensors}
+        surroundings = Surroundings.now(self.kept.model)
+        with context:
+            out = self.step()
+        return _left_behind(self.kept, out, versions, surroundings)
+
+
+def _certified(runs: _Runs, checked: Callable[[], AbstractContextManager[Any]]) -> Certificate:
+    kept = runs.kept
+    plain = runs.plain()
     kept.restore()
-    actual = run(checked(), keep=True)
+    actual = runs.checked(checked())
     changed = _changed(plain, actual)
     if not changed:
         return Certificate(2, tuple(_grouped(plain)))
-    after = _Kept(model, kept.optimizers)
+    after = _Kept(kept.model, kept.optimizers)
     kept.restore()
-    again = run(_EmptyMode(), keep=False)  # type: ignore[no-untyped-call]
+    again = runs.plain()
     after.restore()
     restless = set(_changed(plain, again))
     return Certificate(

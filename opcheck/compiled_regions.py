@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from opcheck import _torch
@@ -28,20 +27,20 @@ class _RegionCounter:
         self._original: Any = None
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Call `listener` at each run of a compiled region, for the length of the context."""
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` at each run of a compiled region, until `ignore`."""
         with self._lock:
             self._listeners.append(listener)
             if len(self._listeners) == 1:
                 self._start()
-        try:
-            yield
-        finally:
-            with self._lock:
+
+    def ignore(self, listener: Callable[[], None]) -> None:
+        """Call it no more; does no harm where it was not called."""
+        with self._lock:
+            if listener in self._listeners:
                 self._listeners.remove(listener)
-                if not self._listeners:
-                    self._stop()
+            if not self._listeners:
+                self._stop()
 
     def _start(self) -> None:
         if _torch.INDUCTOR_CODE in sys.modules:

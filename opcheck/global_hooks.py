@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -18,48 +19,76 @@ from torch.optim.optimizer import (
 )
 
 from opcheck import _torch
+from opcheck.exits import uncut
 
-__all__ = ["modules_undisturbed", "register_module_hooks", "register_optimizer_hooks"]
+__all__ = ["ModuleHooks", "OptimizerHooks", "modules_undisturbed"]
 
 
-def register_module_hooks(
-    before: Callable[..., None], after: Callable[..., None]
-) -> list[Callable[[], None]]:
-    """Global hooks around every module call; `after` runs also when the forward raises.
+_WARNING = re.compile(r"Using `torch\.compile\(module\)` when there are", re.IGNORECASE)
+"""An OptimizedModule warns that it calls global hooks twice, which ours do not mind."""
 
-    Returns:
-        Functions that take the hooks off again.
+
+class ModuleHooks:
+    """Hooks around every module call of the process.
+
+    Args:
+        before: a forward pre-hook; nobody else's.
+        after: a forward hook; runs also when the forward raises.
     """
-    filters_before = list(warnings.filters)
-    # an OptimizedModule warns that it calls global hooks twice, which ours do not mind
-    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are")
-    ours = [item for item in warnings.filters if item not in filters_before]
-    before_handle = register_module_forward_pre_hook(before)
-    after_handle = register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
-    def remove_after() -> None:
-        after_handle.remove()
-        # on 2.13 the handle forgets this entry, which keeps every later module call off the fast
-        # path for the rest of the process
-        _torch.forward_hooks_with_kwargs.pop(after_handle.id, None)
+    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._before, self._after = before, after
+        self._was_silent = False
 
-    def remove_filter() -> None:
-        for item in ours:
-            with contextlib.suppress(ValueError):  # the user has reset the filters
-                cast("list[Any]", warnings.filters).remove(item)
+    def put_on(self) -> None:
+        """From now on they are called."""
+        self._was_silent = any(item[1] == _WARNING for item in warnings.filters)
+        warnings.filterwarnings("ignore", message=_WARNING.pattern)
+        register_module_forward_pre_hook(self._before)
+        register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
 
-    return [before_handle.remove, remove_after, remove_filter]
+    def take_off(self) -> None:
+        """As before `put_on`; does no harm where they are not on."""
+        # 2.13 forgets the options of a hook that its handle removes, which keeps every later
+        # module call off the fast path for the rest of the process
+        options = (_torch.forward_hooks_with_kwargs, _torch.forward_hooks_always_called)
+        _drop((self._before, self._after), _torch.global_forward_tables, options)
+        if not self._was_silent:
+            filters = cast("list[Any]", warnings.filters)
+            filters[:] = [item for item in filters if item[1] != _WARNING]
 
 
-def register_optimizer_hooks(
-    before: Callable[..., None], after: Callable[..., None]
-) -> list[Callable[[], None]]:
-    """Global hooks around every optimizer step; `after` does not run when the step raises."""
-    handles = [
-        register_optimizer_step_pre_hook(before),
-        register_optimizer_step_post_hook(after),
-    ]
-    return [handle.remove for handle in handles]
+class OptimizerHooks:
+    """Hooks around every optimizer step of the process.
+
+    Args:
+        before: a pre-hook; nobody else's.
+        after: a post-hook; does not run when the step raises.
+    """
+
+    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._before, self._after = before, after
+
+    def put_on(self) -> None:
+        """From now on they are called."""
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def take_off(self) -> None:
+        """As before `put_on`; does no harm where they are not on."""
+        _drop((self._before, self._after), _torch.optimizer_tables)
+
+
+def _drop(
+    hooks: tuple[Callable[..., None], ...],
+    tables: tuple[dict[int, Any], ...],
+    options: tuple[dict[int, Any], ...] = (),
+) -> None:
+    """Take hooks out of torch's own tables: Ctrl-C may have come before there was a handle."""
+    ours = {number for table in tables for number, hook in table.items() if hook in hooks}
+    for table in (*options, *tables):
+        for number in ours:
+            table.pop(number, None)
 
 
 @contextlib.contextmanager
@@ -67,6 +96,14 @@ def modules_undisturbed(root: nn.Module) -> Iterator[None]:
     """Run `root` again without anybody noticing: hooks off, attributes as before afterwards."""
     kept: list[tuple[nn.Module, dict[str, Any]]] = []
     kept_global = [dict(table) for table in _torch.global_forward_tables]
+
+    def put_back() -> None:
+        for item, attributes in kept:
+            item.__dict__.clear()
+            item.__dict__.update(attributes)
+        for table, entries in zip(_torch.global_forward_tables, kept_global, strict=True):
+            table.update(entries)
+
     try:
         for table in _torch.global_forward_tables:
             table.clear()
@@ -76,8 +113,4 @@ def modules_undisturbed(root: nn.Module) -> Iterator[None]:
                 item.__dict__[name] = type(item.__dict__[name])()
         yield
     finally:
-        for item, attributes in kept:
-            item.__dict__.clear()
-            item.__dict__.update(attributes)
-        for table, entries in zip(_torch.global_forward_tables, kept_global, strict=True):
-            table.update(entries)
+        uncut(put_back)

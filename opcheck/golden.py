@@ -14,13 +14,21 @@ from torch import Tensor, nn
 
 from opcheck import _torch
 from opcheck.calls import traits_of
+from opcheck.exits import uncut
 from opcheck.global_hooks import modules_undisturbed
 from opcheck.golden_rules import wider
 from opcheck.outside import outside_everything
 from opcheck.records import SkipReason
 from opcheck.tensor_kinds import is_plain_tensor
 
-__all__ = ["CannotRunAgainError", "OpTrace", "contents_kept", "run_module", "runs_again"]
+__all__ = [
+    "CannotRunAgainError",
+    "Contents",
+    "OpTrace",
+    "contents_kept",
+    "run_module",
+    "runs_again",
+]
 
 OpTrace = list[tuple[Any, Any]]
 """(overload, result) of every op that the run dispatched, in order."""
@@ -186,29 +194,44 @@ def _attributes_kept(root: nn.Module) -> AbstractContextManager[None]:
 def contents_kept(values: Iterable[Any]) -> Iterator[None]:
     """What lists, dicts, sets and plain objects hold, to any depth, is put back.
 
+    Raises:
+        CannotRunAgainError: there is too much of it.
+    """
+    kept = Contents(values)
+    try:
+        yield
+    finally:
+        uncut(kept.put_back)
+
+
+class Contents:
+    """What lists, dicts, sets and plain objects hold, to any depth.
+
     Tensors and modules are held, and not looked into.
 
     Raises:
         CannotRunAgainError: there is too much of it.
     """
-    kept: dict[int, tuple[Any, Any]] = {}
-    waiting: list[Any] = list(values)
-    most = _MOST_OBJECTS + _OBJECTS_OF_A_MODULE * len(waiting)
-    while waiting:
-        value = waiting.pop()
-        if id(value) in kept or isinstance(value, (Tensor, nn.Module, type)):
-            continue
-        content = _content(value)
-        if content is None:
-            continue
-        kept[id(value)] = value, content
-        waiting += content.values() if isinstance(content, dict) else content
-        if len(kept) > most:
-            raise CannotRunAgainError("its attributes hold too many objects to put back")
-    try:
-        yield
-    finally:
-        for value, content in kept.values():
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        waiting: list[Any] = list(values)
+        most = _MOST_OBJECTS + _OBJECTS_OF_A_MODULE * len(waiting)
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self._kept or isinstance(value, (Tensor, nn.Module, type)):
+                continue
+            content = _content(value)
+            if content is None:
+                continue
+            self._kept[id(value)] = value, content
+            waiting += content.values() if isinstance(content, dict) else content
+            if len(self._kept) > most:
+                raise CannotRunAgainError("its attributes hold too many objects to put back")
+
+    def put_back(self) -> None:
+        """As it was when this was made."""
+        for value, content in self._kept.values():
             _put_back(value, content)
 
 

@@ -206,6 +206,7 @@ def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
         unchecked_signatures=tuple(unchecked.values()),
         calls=tuple(calls.values()),
         counting_stopped_at=min(stops, default=None),
+        left_by=next((c.left_by for c in coverages if c.left_by), ""),
         steps=max((c.steps for c in coverages), default=0),
         check_seconds=total("check_seconds"),
         overhead=_add_overheads([c.overhead for c in coverages if c.overhead is not None]),

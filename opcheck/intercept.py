@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from opcheck._torch import TorchDispatchMode
-from opcheck.modes import active_modes, is_innermost, without_modes_above
+from opcheck.modes import active_modes, is_innermost, take_off
 from opcheck.switch import SWITCH, Observer
 from opcheck.tensor_kinds import unwraps_itself
 
@@ -40,20 +40,13 @@ class CheckMode(TorchDispatchMode):
         try:
             super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
-            with without_modes_above(self) as take_off:
-                take_off()
+            take_off(self)
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Leave, also from below modes that were entered later (generators, async tasks)."""
-        if self._has_left:
-            return
-        with without_modes_above(self) as take_off:
-            try:
-                super().__exit__(*exc)  # type: ignore[no-untyped-call]
-            finally:
-                take_off()  # Ctrl-C may have come before the mode was taken off
+        take_off(self)
 
     def leave(self) -> bool:
         """Get off the stack before the context ends; True when nothing is seen from now on.

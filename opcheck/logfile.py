@@ -326,6 +326,7 @@ def _check_counts(coverage: Coverage) -> None:
     ]
     counts += [item.calls for item in coverage.unchecked_signatures]
     counts += coverage.skipped.values()
+    texts.append(coverage.left_by)
     stopped = coverage.counting_stopped_at
     if (
         not all(isinstance(text, str) for text in texts)

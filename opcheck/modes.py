@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from opcheck import _torch
 
-__all__ = ["active_modes", "is_innermost", "without_modes", "without_modes_above"]
+__all__ = ["active_modes", "is_innermost", "take_off", "without_modes"]
 
 
 def active_modes() -> list[Any]:
@@ -32,24 +32,29 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_modes_above(mode: _torch.TorchDispatchMode) -> Iterator[Callable[[], None]]:
-    """Take the modes that were entered after `mode` off the stack for a moment.
+def take_off(mode: _torch.TorchDispatchMode) -> None:
+    """Take a mode off the stack, also from below modes that were entered after it.
 
-    A mode's own exit pops whatever is on top. Gives a function that takes off `mode` itself where
-    it is still there.
+    A mode's own exit pops whatever is on top, and Ctrl-C in the middle of it leaves what torch
+    notes of the modes as it was. Does no harm where the mode is not on the stack.
     """
-    stack = _torch.mode_stack()
+    stack = list(_torch.mode_stack())
     above = stack[stack.index(mode) + 1 :] if mode in stack else []
-    for _ in above:
-        _torch.pop_mode()
-
-    def take_off() -> None:
-        if mode in _torch.mode_stack():
-            _torch.pop_mode()
-
     try:
-        yield take_off
+        while mode in _torch.mode_stack():
+            _torch.pop_mode()
     finally:
+        present = _torch.mode_stack()
         for item in above:
-            _torch.push_mode(item)
+            if item not in present:
+                _torch.push_mode(item)
+        _note_modes()
+
+
+def _note_modes() -> None:
+    stack = _torch.mode_stack()
+    no_compile = any(not item.ignore_compile_internals() for item in stack)
+    notes = bool(stack), any(not item.is_infra_mode() for item in stack), no_compile
+    for write, value in zip(_torch.mode_notes, notes, strict=True):
+        write(_torch.python_dispatch, value)
+    _torch.set_no_compile(no_compile)

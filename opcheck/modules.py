@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from opcheck import _torch
 from opcheck.calls import Site
-from opcheck.global_hooks import register_module_hooks, register_optimizer_hooks
+from opcheck.global_hooks import ModuleHooks, OptimizerHooks
 from opcheck.owners import Owners
 
 __all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn", "find_user_frame", "spell_line"]
@@ -104,7 +104,7 @@ class ModuleTracker:
         self._optimizer: tuple[FrameType, Any] | None = None
         """Frame and object of the optimizer whose step runs."""
         self._stepped = False
-        self._removers: list[Callable[[], None]] = []
+        self._hooks: tuple[ModuleHooks | OptimizerHooks, ...] = ()
         self.charge: Callable[[float], object] | None = None
         """Is told what every hook took, in seconds."""
         self._user_code: dict[CodeType, bool] = {}
@@ -125,12 +125,12 @@ class ModuleTracker:
         if model is not None:
             self._add_root(model)
         timed = self._timed
-        self._removers += register_module_hooks(
-            timed(self._before_module), timed(self._after_module)
+        self._hooks = (
+            ModuleHooks(timed(self._before_module), timed(self._after_module)),
+            OptimizerHooks(timed(self._before_step), timed(self._after_step)),
         )
-        self._removers += register_optimizer_hooks(
-            timed(self._before_step), timed(self._after_step)
-        )
+        for hooks in self._hooks:
+            hooks.put_on()
 
     def step_ended(self) -> None:
         """Notice was taken of the optimizer's step, if there was one."""
@@ -156,9 +156,9 @@ class ModuleTracker:
 
     def remove(self) -> None:
         """Take the hooks off and let go of the user's modules."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        for hooks in self._hooks:
+            hooks.take_off()
+        self._hooks = ()
         self._local = _Local()
         for container in (self._names, self._taken, self._numbers, self._roots, self._owners):
             container.clear()
@@ -187,7 +187,7 @@ class ModuleTracker:
             if threading.get_ident() != self._thread:
                 return  # of a thread that this session does not see
             self._begin_forward()
-            if not self._removers:  # the session has seen enough, and left or rests
+            if not self._hooks:  # the session has seen enough, and left or rests
                 return
         self.locate()  # a node made since the last call is the caller's, not this module's
         fqn = self._names.get(module)

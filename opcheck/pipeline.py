@@ -22,6 +22,7 @@ from opcheck.calls import Call, place_of
 from opcheck.comparison import Comparison
 from opcheck.conclusions import Conclusions
 from opcheck.followers import Followers
+from opcheck.generators import States, generator_states, restore_generators
 from opcheck.keepers import CallKeeper
 from opcheck.leaving import Exhaustion
 from opcheck.ledger import Ledger
@@ -54,6 +55,7 @@ class Pipeline:
         self.ledger = Ledger()
         self.step = 0
         self.num_rests = 0
+        self._left_by = ""
         self.lock = threading.RLock()
         self.planter = Planter() if settings.selftest else None
         self._tracker = tracker
@@ -103,26 +105,34 @@ class Pipeline:
 
     def after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001 - see Observer
         """The op gave `out`."""
+        depth, drawn = reference_depth(), _drawn(call)
+        try:
+            self._after(call, out)
+        except BaseException as error:
+            is_crash = is_ours(error, depth)
+            if drawn is not None:
+                restore_generators(drawn)
+            if not is_crash:
+                raise
+            if isinstance(call, Call):
+                with self.lock:
+                    self._crashed(call, out)
+
+    def _after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001
         follows = self._followers.is_on and isinstance(call, Call)
         if follows:  # not under the lock: a kernel may wait for its own threads
             self._timed(self._followers.run_again, call, out)
         with self.lock:
-            depth = reference_depth()
-            try:
-                if call is True or (isinstance(call, Call) and call.counted):
-                    self.ledger.elements_seen += count_elements(out)
-                if isinstance(call, Call):
-                    skip = call.skipped or self._check(call, out)
-                    skip = SkipReason.TOO_LARGE if call.is_large else skip
-                    if follows:
-                        self._timed(self._followers.follow, call, out, skip)
-                    if call.skipped is not None and self._births.first is None:
-                        self._timed(self._look_at_unchecked, call, out)
-            except BaseException as error:
-                if not is_ours(error, depth):
-                    raise
-                if isinstance(call, Call):
-                    self._crashed(call, out)
+            if call is True or (isinstance(call, Call) and call.counted):
+                self.ledger.elements_seen += count_elements(out)
+            if not isinstance(call, Call):
+                return
+            skip = call.skipped or self._check(call, out)
+            skip = SkipReason.TOO_LARGE if call.is_large else skip
+            if follows:
+                self._timed(self._followers.follow, call, out, skip)
+            if call.skipped is not None and self._births.first is None:
+                self._timed(self._look_at_unchecked, call, out)
 
     def raised(self, call: Call | bool) -> None:  # noqa: FBT001 - see Observer
         """The op raised: it was seen, and there is nothing to check."""
@@ -213,6 +223,13 @@ class Pipeline:
         if self._beside is not None:
             with self.lock:
                 self._beside.close(wait=wait)
+
+    def left_by(self, exception: str) -> None:
+        """The step was cut short by an exception of this class; the first one is kept."""
+        with self.lock:
+            last = self.ledger.seen - 1
+            after = f"after call {last:,}" if last >= 0 else "before any call"
+            self._left_by = self._left_by or f"{exception} in step {self.step}, {after}"
 
     def _settle(self) -> None:
         if self._beside is not None:
@@ -322,6 +339,14 @@ class Pipeline:
             coverage = replace(
                 self.ledger.coverage(),
                 first_nonfinite=self._births.first,
+                left_by=self._left_by,
                 overhead=None if self._budget is None else self._budget.summary(),
             )
             return self._followers.completed(coverage)
+
+
+def _drawn(call: Call | bool) -> States | None:  # noqa: FBT001 - see Observer
+    """The generators as the op left them, for the case that looking at it is cut short."""
+    if isinstance(call, Call) and call.rng_before is not None:
+        return generator_states(call.args)
+    return None

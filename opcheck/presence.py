@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from opcheck import _torch
-from opcheck.global_hooks import register_module_hooks, register_optimizer_hooks
+from opcheck.exits import Exits
+from opcheck.global_hooks import ModuleHooks, OptimizerHooks
 from opcheck.intercept import CheckMode
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
@@ -57,22 +58,22 @@ class Presence:
         """The context was entered in another thread of this process."""
         return not self.is_fork and self._entered_by[1] != threading.get_ident()
 
-    def begin(self, observer: Observer, exits: contextlib.ExitStack) -> None:
+    def begin(self, observer: Observer, exits: Exits) -> None:
         """The context is entered: look, where there is anything to look at."""
         self._entered_by = os.getpid(), threading.get_ident()
         self.is_resting = False
         if self._pipeline.is_used_up:
             self._pipeline.stop_counting()
             return
-        exits.callback(self._end)
+        exits.add(self._end)
         mode = CheckMode(observer)
+        exits.add(partial(mode.__exit__, None, None, None))
         if self._pipeline.wants_rest:
             mode.stay_off()
-            exits.push(mode)
             self._rest()
         else:
             self._tracker.install()
-            exits.enter_context(mode)
+            mode.__enter__()
         self._mode = mode
 
     def end(self) -> None:
@@ -123,25 +124,25 @@ class _StepEnd:
         self._then = then
         self._thread = 0
         self._has_stepped = False
-        self._removers: list[Callable[[], None]] = []
+        self._modules = ModuleHooks(self._before_module, self._nothing)
+        self._optimizers = OptimizerHooks(self._nothing, self._after_step)
 
     def await_it(self) -> None:
         """Once; what was awaited before is not any more."""
         self.remove()
         self._thread = threading.get_ident()
-        self._removers += register_optimizer_hooks(_nothing, self._after_step)
+        self._optimizers.put_on()
 
     def remove(self) -> None:
         """Await nothing."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        self._optimizers.take_off()
+        self._modules.take_off()
         self._has_stepped = False
 
     def _after_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread and not self._has_stepped:
             self._has_stepped = True
-            self._removers += register_module_hooks(self._before_module, _nothing)
+            self._modules.put_on()
 
     def _before_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if (
@@ -153,6 +154,5 @@ class _StepEnd:
         self.remove()
         self._then(module, args)
 
-
-def _nothing(*_: Any) -> None:
-    """Take no notice."""
+    def _nothing(self, *_: Any) -> None:
+        """Take no notice."""

@@ -25,7 +25,7 @@ from opcheck.outside import outside_everything
 from opcheck.packing import Packed, View, map_tree, nbytes_of, pack, tree_items
 from opcheck.record_json import from_json, to_json
 from opcheck.records import OpRecord, Verdict
-from opcheck.repro_files import MIB, write_atomically
+from opcheck.repro_files import MIB, save_atomically
 from opcheck.rerun import Argument, KeptCall, keep
 from opcheck.runstate import RunState, machine
 from opcheck.settings import Settings
@@ -104,8 +104,7 @@ class CallRecorder:
         name = f"{self._prefix}.{record.index:08d}.{record.op}.pt"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            data = _encoded(replace(kept, record=record), results)
-            write_atomically(self._folder / name, lambda file: torch.save(data, file))
+            save_atomically(self._folder / name, _encoded(replace(kept, record=record), results))
         except Exception as error:  # noqa: BLE001 - a full disk is never worth the user's step
             self._left_out[f"cannot be written: {error}"] += 1
             return

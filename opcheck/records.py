@@ -343,6 +343,8 @@ class Coverage:
     calls: tuple[CallCount, ...] = ()
     counting_stopped_at: int | None = None
     """Index of the last call before the session stopped looking: every budget was used up."""
+    left_by: str = ""
+    """The exception that cut the step short, and after which call: what followed did not run."""
     steps: int = 0
     check_seconds: float = 0.0
     """Time spent in checking, beside the step's own."""

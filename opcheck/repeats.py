@@ -7,6 +7,7 @@ are as the step left them afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections import Counter
@@ -111,19 +112,13 @@ class Repeats:
             lambda leaf: prepared.copies.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf,
             (call.args, call.kwargs),
         )
-        now = [(source, _state(source)) for source, _ in prepared.states]
         try:
-            for source, state in prepared.states:
-                _set_state(source, state)
-            with SWITCH.silenced(), as_in_the_step():
+            with _drawing_as(prepared.states), SWITCH.silenced(), as_in_the_step():
                 again = call.func(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the second run is ours
             with self._lock:
                 self._not_run[f"it raised {type(error).__name__} the second time"] += 1
             return None
-        finally:
-            for source, state in now:
-                _set_state(source, state)
         with outside_everything():
             found = _compare(call, (out, _written(call, call.args, call.kwargs)),
                              (again, _written(call, args, kwargs)))  # fmt: skip
@@ -232,6 +227,22 @@ def _state(source: Any) -> Tensor:
         return torch.get_rng_state()
     found: Tensor = torch.get_device_module(source).get_rng_state()
     return found
+
+
+@contextlib.contextmanager
+def _drawing_as(states: list[tuple[Any, Tensor]]) -> Iterator[None]:
+    """Generators in these states inside, and as they are now afterwards.
+
+    A generator function: where Ctrl-C cuts its exit off, Python closes it all the same.
+    """
+    now = [(source, _state(source)) for source, _ in states]
+    try:
+        for source, state in states:
+            _set_state(source, state)
+        yield
+    finally:
+        for source, state in now:
+            _set_state(source, state)
 
 
 def _set_state(source: Any, state: Tensor) -> None:

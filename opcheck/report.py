@@ -68,6 +68,8 @@ def one_line(run: Run, log_path: str | Path | None = None, *, style: Style | Non
     parts = [f"opcheck: {run.verdict.value}", _of_what(run)]
     if run.verdict_reason and run.verdict is not Verdict.FAIL:
         parts.append(run.verdict_reason)
+    if run.coverage.left_by:
+        parts.append(f"cut short by {style.text(run.coverage.left_by, 200)}")
     first = run.first_divergence
     if first is not None:
         at = f" at {style.text(first.source, 80)}" if first.source else ""
@@ -133,6 +135,9 @@ def _head(run: Run, style: Style) -> list[str]:
     if stopped is not None:
         text = f"counting stopped after call {stopped:,}: every budget was used up, and nothing"
         lines += style.wrap(f"{text} later is seen (max_checks, num_steps)", "    ", "  ")
+    if run.coverage.left_by:
+        text = f"cut short by {style.text(run.coverage.left_by, 200)}; what follows did not run"
+        lines += style.wrap(text, "    ", "  ")
     if run.where is not None and str(run.where):
         lines += style.wrap(f"only {style.text(run.where)}; verdict and coverage: whole run", "  ")
     for warning in run.warnings:
@@ -402,6 +407,7 @@ _SKIP_WORDS = {
     SkipReason.OVERLAPPING: "writes several elements to the same memory, so that any may stay",
     SkipReason.NOTHING_TO_COMPARE: "gives no value back",
     SkipReason.OP_RAISED: "the op itself raised",
+    SkipReason.INTERRUPTED: "Ctrl-C came before its check was done",
     SkipReason.INSIDE_COMPILED_REGION: "inside a compiled region",
     SkipReason.NOT_CHECKABLE: "above max_numel, and no part of it stands alone",
 }

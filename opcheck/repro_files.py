@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from opcheck.errors import ReproError
 
-__all__ = ["MIB", "free_stem", "write_atomically", "write_repro"]
+__all__ = ["MIB", "free_stem", "save_atomically", "write_atomically", "write_repro"]
 
 MIB = 1 << 20
 MAX_STEM = 120
@@ -58,7 +59,7 @@ def write_repro(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if tensors:
-            write_atomically(beside, lambda file: torch.save(dict(tensors), file))
+            save_atomically(beside, dict(tensors))
         try:
             write_atomically(script, lambda file: file.write(text.encode()))
         except BaseException:
@@ -66,9 +67,23 @@ def write_repro(
             raise
         if not tensors:  # of a larger one with this name, which is replaced
             beside.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when a disk is full
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError, also of memory
         raise ReproError(f"{script}: cannot be written: {error}") from error
     return script
+
+
+def save_atomically(path: Path, data: Any) -> None:
+    """`torch.save`, whole or not at all.
+
+    It is made in memory first: where Ctrl-C or a full disk stops the file that torch writes into,
+    the writer that it left open throws when it is freed, and the process aborts (torch 2.13).
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    made = io.BytesIO()
+    torch.save(data, made)
+    write_atomically(path, lambda file: file.write(made.getbuffer()))
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:

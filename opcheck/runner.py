@@ -58,8 +58,17 @@ def _checked(script: str, args: Sequence[str], options: dict[str, Any]) -> tuple
     if not path.is_file():
         raise ArgumentError(f"script: no such file: {script!r}")
     session = check(**options)
-    with _as_main(path, args), session:
-        status = _run(path)
+    status = 1
+    try:
+        with _as_main(path, args), session:
+            status = _run(path)
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException as error:  # noqa: BLE001 - shown as Python itself would, then reported on
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename != str(path):
+            own = own.tb_next
+        traceback.print_exception(type(error), error, own or error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     return status, session
@@ -70,14 +79,6 @@ def _run(path: Path) -> int:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as stop:
         return _status(stop.code)
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:  # noqa: BLE001 - shown as Python itself would, then reported on
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename != str(path):
-            own = own.tb_next
-        traceback.print_exception(type(error), error, own or error.__traceback__)
-        return 1
     return 0
 
 

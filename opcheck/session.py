@@ -7,6 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,7 @@ from opcheck.certificate import Certificate, Surroundings, certify
 from opcheck.compiled_regions import compiled_regions
 from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, PrecisionError
+from opcheck.exits import Exits
 from opcheck.groups import Groups
 from opcheck.kernel_table import kernels
 from opcheck.modules import ModuleTracker
@@ -197,7 +199,7 @@ class Session:
         self._logged: set[tuple[str, str, str]] = set()
         self._header: dict[str, Any] | None = None
         self._callback_error: BaseException | None = None
-        self._exits: contextlib.ExitStack | None = None
+        self._exits: Exits | None = None
         self._written = (-1, 0)
         """Calls seen, and steps that were not, when the coverage was written last."""
         self._tracker = ModuleTracker(
@@ -346,51 +348,76 @@ class Session:
     # ---- the context ----
 
     def __enter__(self) -> Self:
-        if self._exits is not None:
+        if self._exits is not None and self._exits.is_pending:
             raise RuntimeError("this session is entered already; make another with opcheck.check()")
         budget = self._budget
-        with contextlib.ExitStack() as exits:
+        exits = Exits()
+        try:
+            self._exits = exits
             if budget is not None:  # where entering fails
-                exits.callback(budget.left)
+                exits.add(budget.left)
             with budget.entering() if budget is not None else contextlib.nullcontext():
                 self._enter(exits)
-            self._exits = exits.pop_all()
+        except BaseException:
+            exits.run()
+            self._presence.end()
+            raise
         return self
 
-    def _enter(self, exits: contextlib.ExitStack) -> None:
+    def _enter(self, exits: Exits) -> None:
+        """Put everything on; what takes it off again is noted before it is there."""
         kernels().look_again()
         self._surroundings = Surroundings.now(self._tracker.model)
+        exits.add(self._files.close)
         self._files.open()
-        exits.callback(self._files.close)
         if self._header is None:
             self._header = run_header(self.run_id, self.rank, self._world_size, self.settings)
             self._files.header(self._header)
         else:
             self.next_step()
-        exits.enter_context(compiled_regions.listening(self._compiled_region_ran))
+        region_ran = self._compiled_region_ran
+        exits.add(partial(compiled_regions.ignore, region_ran))
+        compiled_regions.listen(region_ran)
         observer: Observer = self._pipeline
         if self._budget is not None:
             observer = Stopwatch(self._pipeline, self._budget)
-        exits.enter_context(SWITCH.session(observer))
+        exits.add(partial(SWITCH.leave, observer))
+        SWITCH.enter(observer)
         self._presence.begin(observer, exits)
+        exits.add(self._write_coverage)
 
     def _charged(self) -> contextlib.AbstractContextManager[None]:
         """What runs in here is no part of the step."""
         return contextlib.nullcontext() if self._budget is None else self._budget.charged()
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        is_fork = self._presence.is_fork
-        if self._exits is not None and self._presence.is_other_thread:
+        exits = self._exits
+        if exits is None:
+            return
+        is_entered = False
+        try:
+            try:
+                is_entered = exits.is_pending
+                self._refuse_elsewhere(exits)
+                if is_entered:
+                    self._presence.end()
+                    self._conclude(kind)
+            finally:
+                exits.run()
+        finally:
+            exits.run()  # Ctrl-C may have come at the first instruction of the other one
+        if is_entered:
+            self._left(kind, is_fork=exits.is_fork)
+
+    @staticmethod
+    def _refuse_elsewhere(exits: Exits) -> None:
+        if exits.is_pending and exits.is_elsewhere:
             raise RuntimeError(
                 "this session was entered by another thread, whose calls it sees; leave it there"
             )
-        exits, self._exits = self._exits, None
-        self._presence.end()
-        if exits is None:
-            return
-        with exits:
-            exits.callback(self._write_coverage)
-            self._conclude(wait=kind is None or not issubclass(kind, KeyboardInterrupt))
+
+    def _left(self, kind: type[BaseException] | None, *, is_fork: bool) -> None:
+        """Everything is off: tell of it."""
         if self._surroundings is not None:
             later = Surroundings.now(self._tracker.model)
             self._certificate = self._surroundings.beside(later)
@@ -405,11 +432,14 @@ class Session:
         if kind is None:
             self._raise_what_waited()
 
-    def _conclude(self, *, wait: bool) -> None:
+    def _conclude(self, kind: type[BaseException] | None) -> None:
         try:
+            if kind is not None:
+                self._pipeline.left_by(kind.__name__)
             if not self._presence.is_fork:
                 with self._charged():
-                    self._pipeline.close(wait=wait)
+                    stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+                    self._pipeline.close(wait=not stopped)
         finally:
             self._pipeline.release()
             self._pipeline.forget_values()

@@ -135,21 +135,27 @@ class LogFiles:
             self.problem = f"{self.json_path}: {error}"
 
     def close(self) -> None:
-        """Close both files; only our own sink is taken off."""
+        """Close both files; only our own sink is taken off. Does no harm a second time."""
         if self._sink is not None:
-            sink, self._sink = self._sink, None
             try:
-                logger.remove(sink)
-            except (OSError, ValueError) as error:  # what it still held could not be written
+                logger.remove(self._sink)
+            except OSError as error:  # what it still held could not be written
                 self.note(error)
+            except ValueError:  # it is off: Ctrl-C came right after that
+                self._sink = None
+            self._sink = None
         if self._json is not None:
-            file, self._json = self._json, None
-            try:
-                if not self._is_in_place(file):
-                    self.note("it was removed or replaced while the session ran")
-                file.close()
-            except (OSError, ValueError) as error:
-                self.note(error)
+            if not self._json.closed:
+                self._close_lines(self._json)
+            self._json = None
+
+    def _close_lines(self, file: TextIO) -> None:
+        try:
+            if not self._is_in_place(file):
+                self.note("it was removed or replaced while the session ran")
+            file.close()
+        except (OSError, ValueError) as error:
+            self.note(error)
 
     def _is_in_place(self, file: TextIO) -> bool:
         """False when the folder was deleted meanwhile: what we wrote went nowhere."""

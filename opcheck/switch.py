@@ -71,19 +71,18 @@ class KernelSwitch:
             self._enabled = observer
             self._refresh()
 
-    @contextlib.contextmanager
-    def session(self, observer: Observer) -> Iterator[None]:
-        """Tell `observer` for the length of the context."""
+    def enter(self, observer: Observer) -> None:
+        """Tell `observer`, a session, until it leaves."""
         with self._lock:
             self._sessions.append(observer)
             self._refresh()
-        try:
-            yield
-        finally:
-            with self._lock:
-                if observer in self._sessions:
-                    self._sessions.remove(observer)
-                self._refresh()
+
+    def leave(self, observer: Observer) -> None:
+        """Tell it no more; does nothing where it was not told."""
+        with self._lock:
+            if observer in self._sessions:
+                self._sessions.remove(observer)
+            self._refresh()
 
     def _refresh(self) -> None:
         self.is_on = self._enabled is not None or bool(self._sessions)

@@ -15,7 +15,16 @@ ROOT = Path(__file__).parents[1]
 # from the bottom up; a module may import those of lower lines only
 LAYERS = {
     "opcheck": (
-        {"errors", "globs", "records", "repro_judge", "tolerances", "printing", "version"},
+        {
+            "errors",
+            "exits",
+            "globs",
+            "printing",
+            "records",
+            "repro_judge",
+            "tolerances",
+            "version",
+        },
         {"private_names", "record_json"},
         {
             "_torch",
