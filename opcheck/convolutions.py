@@ -11,7 +11,8 @@ rule of any convolution; it never fails a call by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,9 +134,11 @@ def _backward_blocks(call: Call, rng: np.random.Generator) -> Iterator[list[Pick
             )
             picks.append(_pick(space, NUM_CHANNELS, rng))
         yield picks
-    if plain and (mask[1] or mask[2]):
-        outputs = [number for number in (1, 2) if mask[number]]
+    outputs = [number for number in (1, 2) if mask[number]]
+    if plain and outputs:
         yield from _weight_blocks(call, grad, x, weight, outputs, rng)
+    elif outputs and not argument(call, "transposed"):
+        yield from _group_blocks(call, outputs, rng)
 
 
 def _rows_of_weight(call: Call, outputs: list[int]) -> Space:
@@ -163,6 +166,39 @@ def _weight_blocks(
         yield [_pick(_rows_of_weight(call, [1]), rows, rng), _pick(to_columns, columns, rng)]
     if 2 in outputs:
         yield [_pick(_rows_of_weight(call, [2]), rows, rng)]
+
+
+def _group_blocks(call: Call, outputs: list[int], rng: np.random.Generator) -> Iterator[list[Pick]]:
+    """Gradients of some groups, each as those of a convolution without groups; of all biases."""
+    x, weight, groups = argument(call, "input"), argument(call, "weight"), argument(call, "groups")
+    of_group, in_group = weight.shape[0] // groups, weight.shape[1]
+    most = max(1, min(NUM_CHANNELS, MAX_FACTOR * x.shape[1] // x.numel()))
+    for group in np.unique([0, int(rng.integers(groups)), groups - 1]) if 1 in outputs else ():
+        rows = group * of_group + np.sort(rng.permutation(of_group)[:most])
+        columns = np.sort(rng.permutation(in_group)[:most])
+        to_rows = _rows_of_weight(call, [1])
+        there = torch.from_numpy(group * in_group + columns).to(x.device)
+        changes = {"input": _always(x.detach()[:, there].to("cpu")), "groups": _always(1)}
+        yield [
+            Pick(replace(to_rows, changes={**to_rows.changes, **changes}), (rows,)),
+            Pick(Space(sizes=(in_group,), tensors={"weight": (1,)}, outputs={1: (1,)}), (columns,)),
+        ]
+    if 2 in outputs:
+        to_rows = _rows_of_weight(call, [2])
+        kernel = tuple(weight.shape[2:])
+        changes = {
+            "input": _always(x.detach()[:, :1].to("cpu")),
+            "weight": lambda n: torch.zeros(n, 1, *kernel, dtype=weight.dtype),
+            "groups": _always(1),
+        }
+        space = replace(
+            to_rows, tensors={"grad_output": (1,)}, changes={**to_rows.changes, **changes}
+        )
+        yield [_pick(space, most, rng)]
+
+
+def _always(value: Any) -> Callable[[int], Any]:
+    return lambda _: value
 
 
 # ---- sums ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 from opcheck.attention_rows import is_attention, judge_attention
 from opcheck.calls import Call
 from opcheck.convolutions import is_convolution, judge_convolution
+from opcheck.counted import is_counted, judge_counted
 from opcheck.large_table import FACTORIES, is_pointwise, lists_of, spaces_of
 from opcheck.product_grid import judge_grid, pick_grid
 from opcheck.products import is_product, judge_projection, products_of
@@ -37,7 +38,7 @@ def strategy_of(call: Call) -> str:
         return "adjoint_probe"
     if is_attention(call):
         return "attention"
-    if is_whole(call):
+    if is_whole(call) or is_counted(call):
         return "exact_full"
     if spaces_of(call):
         return "sampled_rows"
@@ -99,6 +100,11 @@ def _judge_product(call: Call, out: Any, criterion: Criterion) -> Judged | SkipR
     return judge_grid(call, out, picks, None, criterion)
 
 
+def _judge_all(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:
+    judge = judge_counted if is_counted(call) else judge_whole
+    return judge(call, out, criterion)
+
+
 def _judge_rows(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:
     parts: list[Part] = []
     details: list[str] = []
@@ -128,5 +134,5 @@ _JUDGES = {
     "projection": _judge_product,
     "adjoint_probe": judge_convolution,
     "attention": judge_attention,
-    "exact_full": judge_whole,
+    "exact_full": _judge_all,
 }

@@ -52,6 +52,11 @@ def kernels(y):
     return y.view(-1)[: 12 * 20 * 9].view(12, 20, 3, 3) * 0.1
 
 
+def squares(x):
+    m = x.float().view(-1, 20, 20)
+    return m @ m.mT + 20 * torch.eye(20)
+
+
 def heads(x, y):
     return x.view(5, 6, 250, 16), y.view(5, 6, 250, 16), (x - y).view(5, 6, 250, 16)
 
@@ -112,6 +117,18 @@ CLEAN = {
     "convolution_backward.default": lambda x, y: gradients(
         F.conv2d, images(x), kernels(y), y[0, :12], 2, 1
     ),
+    "convolution_backward.default groups": lambda x, y: gradients(
+        F.conv2d, images(x), kernels(y).view(24, 10, 3, 3)[:, :5], y[0, :24], 2, 1, 1, 4
+    ),
+    "convolution_backward.default depthwise": lambda x, y: gradients(
+        F.conv2d, images(x), kernels(y).view(240, 1, 3, 3)[:20], None, 1, 1, 1, 20
+    ),
+    "linalg_inv_ex.default": lambda x, y: torch.linalg.inv(squares(x)),
+    "_linalg_eigh.default": lambda x, y: torch.linalg.eigh(squares(x)),
+    "linalg_cholesky_ex.default": lambda x, y: torch.linalg.cholesky(squares(x)),
+    "upsample_bilinear2d_backward.default": lambda x, y: gradients(
+        lambda z: F.interpolate(z, scale_factor=2.0, mode="bilinear"), images(x)
+    ),
     f"{ATTENTION}.default": lambda x, y: F.scaled_dot_product_attention(
         *heads(x, y), is_causal=True
     ),
@@ -129,7 +146,7 @@ CLEAN = {
 def test_a_correct_large_call_passes_and_says_what_was_looked_at(tmp_path, op, dtype):
     x, y = X.to(dtype), Y.to(dtype)
     session = checked(tmp_path, lambda: CLEAN[op](x, y))
-    record = record_of(session, op)
+    record = record_of(session, op.split()[0])
     assert record.verdict is Verdict.PASS, record.reason
     assert record.sample is not None
     is_whole = record.sample.strategy == "exact_full"
@@ -269,6 +286,20 @@ def attend():
     CLEAN[f"{ATTENTION}.default"](X, Y)
 
 
+def of_result(number, change):
+    """Spoils another result than the first."""
+
+    def spoil(original):
+        def kernel(*args, **kwargs):
+            out = original(*args, **kwargs)
+            change(out[number])
+            return out
+
+        return kernel
+
+    return spoil
+
+
 FAULTS = [
     ("gelu", zero_tile, lambda: F.gelu(X)),
     ("gelu", scaled, lambda: F.gelu(X)),
@@ -301,6 +332,32 @@ def test_a_fault_in_a_large_result_is_found(tmp_path, op, change, step):
     with planted(f"aten.{full}", spoiled(change)):
         session = checked(tmp_path, step)
     assert record_of(session, full).verdict is Verdict.FAIL
+
+
+OTHER_RESULTS = [
+    ("convolution_backward.default groups", 1, scaled),
+    ("convolution_backward.default groups", 2, scaled),
+    ("convolution_backward.default groups", 1, lambda y: y[-6:].zero_()),
+    ("convolution_backward.default depthwise", 1, scaled),
+    ("linalg_inv_ex.default", 0, scaled),
+    ("_linalg_eigh.default", 0, scaled),
+    ("linalg_cholesky_ex.default", 0, scaled),
+]
+
+
+@pytest.mark.parametrize(("op", "number", "change"), OTHER_RESULTS)
+def test_a_fault_in_any_result_is_found(tmp_path, op, number, change):
+    full = op.split()[0]
+    with planted(f"aten.{full}", of_result(number, change)):
+        session = checked(tmp_path, lambda: CLEAN[op](X, Y))
+    assert record_of(session, full).verdict is Verdict.FAIL
+
+
+def test_a_fault_in_the_gradient_of_an_upsampling_is_found(tmp_path):
+    op = "upsample_bilinear2d_backward.default"
+    with planted(f"aten.{op}", spoiled(lambda y: y.mul_(1.01))):
+        session = checked(tmp_path, lambda: CLEAN[op](X, Y))
+    assert record_of(session, op).verdict is Verdict.FAIL
 
 
 def test_the_worst_element_is_that_of_the_whole_result(tmp_path):

@@ -97,6 +97,7 @@ LAYERS = {
         {
             "attention_rows",
             "convolution_sums",
+            "counted",
             "followers",
             "held",
             "product_rows",
