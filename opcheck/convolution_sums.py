@@ -14,9 +14,9 @@ from torch import Tensor
 
 from opcheck.arrays import Array
 from opcheck.calls import Call
+from opcheck.factors import uses_tf32
 from opcheck.golden_rules import argument
 from opcheck.projection import Residual, random_signs, residual_of
-from opcheck.references import uses_tf32
 
 __all__ = ["forward_sums", "input_sums", "weight_sums"]
 

@@ -8,23 +8,17 @@ and shapes without values, and is no kernel of the device under test.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opcheck.calls import Call
-from opcheck.golden_rules import wider
+from opcheck.golden_rules import SAVED_STATISTICS, wider
 
 __all__ = ["DeclaredDtypes", "expected_dtype"]
 
 Dtypes = tuple[torch.dtype | None, ...]
-
-
-_UNSETTLED = MappingProxyType({"native_layer_norm": frozenset({1, 2})})
-"""Results whose dtype differs by device: mean and rstd of 16-bit inputs are 16 bit on the CPU and
-float32 elsewhere. The only ones among all OpInfo samples in 7 dtypes."""
 
 
 class DeclaredDtypes:
@@ -60,7 +54,7 @@ def _asked(call: Call) -> Dtypes | None:
         out = call.func(*args, **kwargs)
     except Exception:  # noqa: BLE001 - many ops have no meta kernel, or one that needs values
         return None
-    unknown = _UNSETTLED.get(call.traits.base, frozenset())
+    unknown = SAVED_STATISTICS.get(call.traits.base, frozenset())
     inputs = {dtype for dtype in call.signature[1::2] if dtype.is_floating_point}
     # mse_loss_backward and smooth_l1_loss_backward of a 16-bit input and a float32 target give
     # 16 bit on the CPU and declare float32: where dtypes are mixed, which one is nobody's fault

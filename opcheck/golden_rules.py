@@ -26,6 +26,7 @@ __all__ = [
     "NO_FLOAT64",
     "NO_GOLDEN",
     "READS_STORAGE",
+    "SAVED_STATISTICS",
     "SCALARS_IN_FLOAT32",
     "Bound",
     "argument",
@@ -196,6 +197,23 @@ COMPARED_OUTPUTS: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 """Results that mean something, where not all of them do."""
+
+
+_STATISTICS = frozenset({1, 2})
+SAVED_STATISTICS: Mapping[str, frozenset[int]] = MappingProxyType(
+    {
+        "native_layer_norm": _STATISTICS,
+        "_fused_rms_norm": frozenset({1}),
+        "native_group_norm": _STATISTICS,
+        "native_batch_norm": _STATISTICS,
+        "_native_batch_norm_legit": _STATISTICS,
+        "_batch_norm_with_update": _STATISTICS,
+        "_batch_norm_impl_index": _STATISTICS,
+    }
+)
+"""Results that a norm keeps for its backward. Of 16-bit inputs they are 16 bit in one kernel and
+float32 in another: the CPU and CUDA differ in layer_norm and batch_norm, and so do kernel and
+decomposition."""
 
 
 # ---- reduction lengths --------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from opcheck.arrays import Array
 from opcheck.calls import Call
 from opcheck.compare import Judgement
 from opcheck.drift import shift_of
+from opcheck.factors import uses_tf32
 from opcheck.golden_rules import argument
 from opcheck.passes import Scratch, rows_times
 from opcheck.product_rows import ExactRows, edge_rows
 from opcheck.projection import Product, Residual, project
 from opcheck.records import Metrics
-from opcheck.references import host_array, uses_tf32
+from opcheck.references import host_array
 from opcheck.sampled import Criterion, Judged, rng_of, sample_of
 
 __all__ = ["FACTORS", "is_product", "judge_projection", "products_of"]

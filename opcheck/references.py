@@ -20,6 +20,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.arrays import Array, spacing_of
 from opcheck.calls import Call, Param
+from opcheck.factors import factor_step
 from opcheck.golden_rules import (
     ADJUST,
     KEPT_DTYPE,
@@ -40,11 +41,7 @@ __all__ = [
     "choose",
     "host_array",
     "in_float64",
-    "uses_tf32",
 ]
-
-_INDEPENDENT_TF32 = 2.0**-11
-"""Relative step of TF32 inputs: products on a GPU are perturbed by it where TF32 is allowed."""
 
 
 @dataclass(slots=True)
@@ -231,9 +228,12 @@ class Reference:
         parts = flat.view(np.float64) if dtype.is_complex else flat
         # Inf stays where it is: a mask of -Inf moved by its spacing would be NaN
         step = np.where(np.isfinite(parts), spacing_of(parts, _real_name(dtype)), 0.0)
-        if uses_tf32(self.call, tensor):
-            step = np.where(step > 0, np.maximum(step, np.abs(parts) * _INDEPENDENT_TF32), 0.0)
         signs = rng.integers(0, 2, size=parts.shape, dtype=np.int8) * 2 - 1
+        rounded = factor_step(self.call, tensor)
+        if rounded:
+            # by various amounts: x * 1 with both moved alike would be x again in one draw of two
+            share = rounded * rng.uniform(0.5, 1.0, size=parts.shape)
+            step = np.where(step > 0, np.maximum(step, np.abs(parts) * share), 0.0)
         new = (parts + step * signs).view(flat.dtype).reshape(values.shape)
         moved[id(tensor)] = torch.from_numpy(new)
         return moved[id(tensor)]
@@ -429,15 +429,6 @@ def _spread(params: tuple[Param, ...], bound: Bound) -> tuple[list[Any], dict[st
 def _real_name(dtype: torch.dtype) -> str:
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
     return str(real).removeprefix("torch.")
-
-
-def uses_tf32(call: Call, tensor: Tensor) -> bool:
-    """Products of this tensor may round it to TF32."""
-    if (call.device_type or tensor.device.type) != "cuda" or tensor.dtype is not torch.float32:
-        return False
-    if "conv" in call.traits.base:
-        return bool(torch.backends.cudnn.allow_tf32)
-    return bool(torch.backends.cuda.matmul.allow_tf32) and "mm" in call.traits.base
 
 
 def host_array(tensor: Tensor) -> Array:

@@ -12,6 +12,7 @@ import torch
 from opcheck.calls import Call, OpTraits, Site, traits_of
 from opcheck.compare import Judgement, judge
 from opcheck.declared import DeclaredDtypes
+from opcheck.factors import kind_of_product
 from opcheck.kernel_inputs import keep_inputs, with_changed_inputs
 from opcheck.modes import without_modes
 from opcheck.outside import outside_everything
@@ -165,8 +166,8 @@ def _had_tf32(kept: KeptCall) -> bool:
     """The other machine may have rounded float32 inputs of products to TF32."""
     if kept.device != "cuda":
         return False
-    base, state = kept.traits.base, kept.state
-    return state.cudnn_tf32 if "conv" in base else state.cuda_tf32 and "mm" in base
+    state = kept.state
+    return state.cuda_tf32 if kind_of_product(kept.traits.base) == "matmul" else state.cudnn_tf32
 
 
 def _write(call: Call, place: int, value: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from opcheck.version import __version__
 
-__all__ = ["RunState", "machine"]
+__all__ = ["RunState", "factor_precision", "machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class RunState:
             matmul_precision=torch.get_float32_matmul_precision(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             mkldnn=bool(torch.backends.mkldnn.enabled),
-            cuda_tf32=bool(torch.backends.cuda.matmul.allow_tf32),
+            cuda_tf32=factor_precision("cuda", "matmul") == "tf32",
             cudnn=bool(torch.backends.cudnn.enabled),
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
             cudnn_deterministic=bool(torch.backends.cudnn.deterministic),
-            cudnn_tf32=bool(torch.backends.cudnn.allow_tf32),
+            cudnn_tf32=factor_precision("cuda", "conv") == "tf32",
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -95,6 +95,30 @@ class RunState:
             f"torch.autocast({device!r}, dtype=torch.{dtype})" for device, dtype in self.autocast
         ]
         return found
+
+
+def factor_precision(device: str, kind: str) -> str:
+    """What the settings allow float32 factors of products to be rounded to.
+
+    Not asked of `allow_tf32`: reading it raises once somebody has set `fp32_precision`.
+
+    Args:
+        device: "cuda", "cpu"; no other has such a setting.
+        kind: "matmul", "conv" or "rnn".
+
+    Returns:
+        "tf32", "bf16" or "ieee".
+    """
+    backends: Any = torch.backends  # these attributes are made when they are asked for
+    owners = {
+        "cuda": {"matmul": backends.cuda.matmul, "conv": backends.cudnn.conv,
+                 "rnn": backends.cudnn.rnn},
+        "cpu": {"matmul": backends.mkldnn.matmul, "conv": backends.mkldnn.conv,
+                "rnn": backends.mkldnn.rnn},
+    }  # fmt: skip
+    owner = owners.get(device, {}).get(kind)
+    found = "ieee" if owner is None else str(owner.fp32_precision)
+    return found if found in ("tf32", "bf16") else "ieee"
 
 
 _FLAGS = {

@@ -52,6 +52,7 @@ LAYERS = {
         },
         {"outside", "owners"},
         {
+            "factors",
             "generators",
             "golden_rules",
             "keepers",
