@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.probing import Linear, Moves, is_sum, linear_arguments, orders
-from opcheck import _torch
+from opcheck import _torch, kernel_table
 from opcheck.calls import Call
 from opcheck.compare import Leaf, leaves_of
 from opcheck.factors import uses_tf32
 from opcheck.golden_rules import ADJUST, KEPT_DTYPE, READS_STORAGE
 from opcheck.large_table import is_pointwise
-from opcheck.references import Reference, Result, copy_strided
+from opcheck.references import Reference, Result
+from opcheck.snapshots import copy_strided
 from opcheck.tolerances import op_class
 
 __all__ = ["HALF", "VARIANTS", "NotHereError", "Subject", "Variant"]
@@ -107,6 +108,8 @@ class Subject:
             bound.update({name: value for name, value in changes.items() if name in names})
             args, kwargs = _spread(call, bound)
         out = (func or call.func)(*args, **kwargs)
+        if not call.traits.mutates:
+            out = _torch.tree_map(_resolved, out)
         written = [
             value
             for param, value in call.traits.bound(args, kwargs)
@@ -179,6 +182,10 @@ class Subject:
         return new, out[0] if len(out) == 1 and not isinstance(self.out, (list, tuple)) else out
 
 
+def _resolved(value: Any) -> Any:
+    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) else value
+
+
 def _with_arguments(call: Call, args: Any, kwargs: Any) -> Call:
     return replace(call, args=tuple(args), kwargs=kwargs)
 
@@ -228,7 +235,7 @@ def float32_rounded(subject: Subject) -> Iterator[Result]:
 @functools.cache
 def _formulas(func: Any) -> tuple[Any, ...]:
     """Decompositions that torch has for an overload, each once."""
-    found = [_torch.decomposition(func), _inductor_table().get(func)]
+    found = [kernel_table.decomposition(func), _inductor_table().get(func)]
     return tuple({id(item): item for item in found if item is not None}.values())
 
 

@@ -37,9 +37,12 @@ from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of
 from opcheck.declared import DeclaredDtypes
 from opcheck.drift import Drift
 from opcheck.generators import generator_states, have_moved, restore_generators
+from opcheck.outside import outside_everything
 from opcheck.policy import describe, writes_overlapping
 from opcheck.records import SkipReason
-from opcheck.references import Reference, Result, choose, host_array, snapshot
+from opcheck.references import Reference, Result, choose, host_array
+from opcheck.snapshots import snapshot
+from opcheck.tensor_kinds import is_plain_tensor
 from opcheck.tolerances import documented_tolerances
 
 __all__ = ["NAMED", "Alarm", "Tally", "sweep"]
@@ -126,7 +129,7 @@ class _Watch(TorchDispatchMode):
         call = self._call(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
-        with _torch.outside_everything():
+        with outside_everything():
             snapshot(call)
         out = func(*args, **kwargs)
         why = _unfit(call, out)
@@ -134,7 +137,7 @@ class _Watch(TorchDispatchMode):
             self._tally.skipped["", why] += 1
             return out
         try:
-            with _torch.outside_everything():
+            with outside_everything():
                 self._look(call, out)
         except Exception:  # noqa: BLE001 - the sample goes on; the table tells of it
             self._tally.errors.append(f"{call.traits.name}: {traceback.format_exc()}")
@@ -294,7 +297,7 @@ def _unfit(call: Call, out: Any) -> str:
     leaves = [leaf.value for leaf in leaves_of(out) if isinstance(leaf.value, Tensor)]
     leaves += [value for param, value in call.traits.bound(call.args, call.kwargs)
                if param.mutated and isinstance(value, Tensor)]  # fmt: skip
-    if not all(_torch.is_plain_tensor(leaf) for leaf in leaves):
+    if not all(is_plain_tensor(leaf) for leaf in leaves):
         return SkipReason.UNSUPPORTED_TYPE.value
     inexact = [leaf.dtype for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     given = [dtype for dtype in call.signature[1::2] if dtype.is_floating_point or dtype.is_complex]

@@ -32,6 +32,7 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "compiled_fx_graph",
+    "cpu_multiplies_in_tiles",
     "current_autograd_node",
     "current_graph_task_id",
     "decomposition_table",
@@ -134,6 +135,9 @@ compile."""
 set_no_compile: Callable[[bool], None] = _door.need(
     "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals"
 )
+
+cpu_multiplies_in_tiles: Callable[[], bool] = _door.need("torch.cpu._is_amx_tile_supported")
+"""This CPU has the matrix unit without which no setting makes it round float32 factors."""
 
 # ---- ops ----------------------------------------------------------------------------------------
 

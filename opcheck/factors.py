@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from opcheck import _torch
 from opcheck.calls import Call
 from opcheck.runstate import factor_precision
 from opcheck.tolerances import op_class
@@ -44,6 +45,8 @@ def factor_step(call: Call, tensor: Tensor) -> float:
     if call.tf32:
         return _STEPS["tf32"]
     device = call.device_type or tensor.device.type
+    if device == "cpu" and not _torch.cpu_multiplies_in_tiles():
+        return 0.0
     return _STEPS.get(factor_precision(device, kind_of_product(base)), 0.0)
 
 

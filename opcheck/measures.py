@@ -197,21 +197,27 @@ def finite_part(pair: Pair, rule: Rule, *, baseline: Array | None = None) -> Par
         wrong &= actual != beside
         keep &= beside == 0
     if pair.is_complex:
-        wrong &= ~_both_nonfinite(actual, expected)
+        wrong &= ~_same_nonfinite(actual, expected)
     kept = replace(pair, actual=pair.actual[keep], expected=pair.expected[keep])
     scan = scan_of(kept.actual, kept.expected)
     num_wrong = int(np.count_nonzero(wrong))
     return Part(pair, kept, keep, scan, num_wrong, int(np.argmax(wrong)))
 
 
-def _both_nonfinite(actual: Array, expected: Array) -> Array:
-    """Complex numbers with a NaN or Inf on both sides, for each component.
+def _same_nonfinite(actual: Array, expected: Array) -> Array:
+    """Components of other classes in complex numbers that may be the same non-finite number.
 
-    (inf + 0j) * (1 + 1j) is inf + inf j or nan + inf j, by how a kernel multiplies: which part of a
-    complex number that is not finite holds what says nothing.
+    (inf + 0j) * (1 + 1j) is inf + inf j or nan + inf j, by how a kernel multiplies. So where a
+    number is not finite on both sides, a part may be NaN, and may be Inf for NaN. A finite part
+    for one that is not was lost on the way, and so was Inf for a finite one. Measured on all pairs
+    of 0, 1, -2.5, 3e38, Inf and NaN: kernels of the ops of OpInfo (vector and scalar loop,
+    complex64 and complex128) differ in no other way, but where 1e38 overflows.
     """
     sides = [np.any(classes.reshape(-1, 2) != 0, axis=1) for classes in (actual, expected)]
-    return np.repeat(sides[0] & sides[1], 2)
+    nan = 1
+    undetermined = (actual == nan) | ((expected == nan) & (actual != 0))
+    found: Array = np.repeat(sides[0] & sides[1], 2) & undetermined
+    return found
 
 
 def empty() -> Outcome:

@@ -44,7 +44,7 @@ class RunState:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(_autocast()),
             default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=_matmul_precision(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             mkldnn=bool(torch.backends.mkldnn.enabled),
             cuda_tf32=factor_precision("cuda", "matmul") == "tf32",
@@ -95,6 +95,14 @@ class RunState:
             f"torch.autocast({device!r}, dtype=torch.{dtype})" for device, dtype in self.autocast
         ]
         return found
+
+
+def _matmul_precision() -> str:
+    """Of all backends; the usual one where each has its own, which torch refuses to sum up."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
 
 
 def factor_precision(device: str, kind: str) -> str:

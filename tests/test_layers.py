@@ -74,7 +74,16 @@ LAYERS = {
             "planting",
             "references",
         },
-        {"index_rules", "interval", "mirrors", "passes", "reconstruct", "review", "slices"},
+        {
+            "equivalents",
+            "index_rules",
+            "interval",
+            "mirrors",
+            "passes",
+            "reconstruct",
+            "review",
+            "slices",
+        },
         {"drift", "projection", "runnotes", "slice_rules", "verdicts"},
         {"compare", "large_table", "merging", "report", "rundiff"},
         {

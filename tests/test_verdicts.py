@@ -321,6 +321,49 @@ def test_a_conjugate_fails() -> None:
     assert outcome.metrics.num_elements == 100
 
 
+def complex_outcome(actual: complex, expected: complex) -> str:
+    values = np.ones(9, np.complex64), np.ones(9, np.complex128)
+    values[0][4], values[1][4] = actual, expected
+    return golden_only(*values).why
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        # (inf + 0j) * (1 + 1j), by how a kernel multiplies
+        (complex(np.nan, np.inf), complex(np.inf, np.inf)),
+        (complex(np.inf, np.inf), complex(np.nan, np.inf)),
+        (complex(np.nan, np.nan), complex(np.inf, np.inf)),
+        # sgn(inf + 0j): vector and scalar loop of one kernel
+        (complex(np.nan, np.nan), complex(np.nan, 0.0)),
+    ],
+)
+def test_which_part_of_a_nonfinite_complex_number_holds_what(
+    actual: complex, expected: complex
+) -> None:
+    assert complex_outcome(actual, expected) == ""
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (complex(np.inf, 3e38), complex(np.inf, np.inf)),
+        (complex(np.inf, 0.0), complex(np.inf, np.inf)),
+        (complex(np.inf, 0.0), complex(np.inf, np.nan)),
+        (complex(np.nan, 0.0), complex(np.nan, np.nan)),
+        (complex(np.nan, np.inf), complex(np.nan, 0.0)),
+        (complex(np.inf, -np.inf), complex(np.inf, np.inf)),
+        (complex(np.nan, 0.0), complex(1.0, 0.0)),
+        (complex(1.0, 0.0), complex(np.nan, 0.0)),
+        (complex(np.inf, 2.0), complex(np.inf, 1.0)),
+    ],
+)
+def test_a_part_of_a_complex_number_that_is_lost_beside_a_nonfinite_one_fails(
+    actual: complex, expected: complex
+) -> None:
+    assert complex_outcome(actual, expected)
+
+
 # ---- exact --------------------------------------------------------------------------------------
 
 
