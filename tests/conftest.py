@@ -40,3 +40,13 @@ def nothing_left_behind() -> Iterator[None]:
     # a module that the test was the first to import has nothing to compare with
     changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
     assert not changed, f"left behind (before, after): {changed}"
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that was compiled before is there, nor afterwards."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -26,7 +26,12 @@ from tests.compiled import DYNAMO_WARNS, needs_compiler, real_model
 from tests.models import Workload
 from tests.step_equality import capture, differences
 
-pytestmark = [DYNAMO_WARNS, needs_compiler, pytest.mark.slow]
+pytestmark = [
+    DYNAMO_WARNS,
+    needs_compiler,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 ROOT = Path(__file__).parents[1]
 
 
@@ -42,13 +47,6 @@ def wrong_lowering(op: Any, relative: float = 1e-3) -> Iterator[None]:
             yield
     finally:
         lowerings[op] = right
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def step_with_optimizer(workload: Workload) -> Tensor:

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,10 @@ import torch
 
 from modulecheck import PrecisionChecker
 from tests.compiled import DYNAMO_WARNS, INDUCTOR, Block, assert_pass, stack
-from tests.test_precision_checker_document import BlockModel, Qwen2Block, run_step
+from tests.documented import BlockModel, Qwen2Block, run_step
 
-pytestmark = DYNAMO_WARNS
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 NAME = re.compile(r"__compiled_fn_(\d+)\.(Captured|Forward|Backward|Post_Grad)_Graph\.(\w{8})\.py")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def files_in(folder: Path) -> dict[str, list[str]]:

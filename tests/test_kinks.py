@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,7 @@ from modulecheck.kink_rule import AT_A_KINK
 from modulecheck.pairing import Pairs
 from tests.compiled import DYNAMO_WARNS, assert_pass, checked_step, needs_compiler, real_model
 
-pytestmark = DYNAMO_WARNS
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 # ---- corners ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ compiled code, or of a second implementation, and the verdict is what a user is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +142,6 @@ def test_a_registered_kernel_that_gives_it_fails(name: str, criterion: str, tmp_
 class TimesOne(nn.Module):
     def forward(self, tensor: Tensor) -> Tensor:
         return times_one(tensor)
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled_to(result: Tensor, inputs: Tensor, *, single_pass: bool) -> CompareResult:

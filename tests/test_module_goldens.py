@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,9 @@ from tests.compiled import DYNAMO_WARNS, assert_pass, checked_step, explain, rea
 
 pytestmark = [
     DYNAMO_WARNS,
+    pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.filterwarnings(r"ignore:(?s).*lru_cache"),  # Dynamo, of the models' own code
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def notes_of(result: CompareResult) -> list[str]:

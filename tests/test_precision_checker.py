@@ -7,7 +7,6 @@ import csv
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,7 @@ from tests.compiled import (
 )
 from tests.models import Workload
 
-pytestmark = DYNAMO_WARNS
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def check(model: nn.Module, step: Any, *wrapped: nn.Module, **options: Any) -> CompareResult:

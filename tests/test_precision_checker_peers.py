@@ -6,7 +6,7 @@ Each was reproduced with msProbe 26.2.0. Where a case has a test of its own else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,15 +31,8 @@ from tests.compiled import (
 from tests.models import Workload
 from tests.two_pass import step_of
 
-pytestmark = DYNAMO_WARNS
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 BOTH = pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compare(

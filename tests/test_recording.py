@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,7 @@ from tests.compiled import (
 from tests.models import Workload
 from tests.step_equality import differences
 
-pytestmark = DYNAMO_WARNS
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def step_with_optimizer(workload: Workload) -> Tensor:

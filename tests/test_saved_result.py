@@ -9,7 +9,7 @@ import math
 import pickle
 import random
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +28,7 @@ from modulecheck.snapshot import Snapshot
 from opcheck import ArgumentError, LogWriteError, Metrics, Verdict
 from tests.compiled import DYNAMO_WARNS, Block, add_to_one, checked_step, mark, stack, wrong_backend
 
-pytestmark = DYNAMO_WARNS
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def saved_and_loaded(result: CompareResult, folder: Path) -> CompareResult:

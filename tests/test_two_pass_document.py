@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from modulecheck import CompareResult, ModuleDiff, PrecisionChecker, TensorDiff
 from modulecheck.hooks import _device_of
 from tests.compiled import DYNAMO_WARNS, CountingBackend, assert_pass
-from tests.test_precision_checker_document import (
+from tests.documented import (
     NUMBER,
     ROW,
     THIN,
