@@ -190,16 +190,22 @@ def gelu_step(*lengths: int) -> Any:
     return recorded(model, lambda: [model(x).square().mean().backward() for x in batches])
 
 
+@pytest.fixture(scope="module")
+def wrong_gelu() -> RecordedCall:
+    """Compiled once for the tests that only look at it."""
+    with wrong_lowering("erf"):
+        (call,) = gelu_step(5).recordings
+    return call
+
+
 def no_code_of_the_step(call: RecordedCall) -> RecordedCall:
     return dataclasses.replace(call, artifacts=())
 
 
 @pytest.mark.slow
-def test_fault_of_the_step_alone_is_found_in_the_code_that_ran() -> None:
-    with wrong_lowering("erf"):
-        (call,) = gelu_step(5).recordings
+def test_fault_of_the_step_alone_is_found_in_the_code_that_ran(wrong_gelu: RecordedCall) -> None:
     told: list[str] = []
-    culprits = locate(call, on_progress=told.append)
+    culprits = locate(wrong_gelu, on_progress=told.append)
     assert [item.phase for item in culprits] == ["forward", "backward"]
     for culprit in culprits:
         assert culprit.stage == "inductor"
@@ -210,7 +216,7 @@ def test_fault_of_the_step_alone_is_found_in_the_code_that_ran() -> None:
         assert "compiled again, the call is right" in culprit.explanation
         assert culprit.advice == ()
     assert "compiling with inductor" not in told
-    (culprit,) = locate(no_code_of_the_step(call), budget=Budget(compiles=1))
+    (culprit,) = locate(no_code_of_the_step(wrong_gelu), budget=Budget(compiles=1))
     assert culprit.stage == NOT_REPRODUCED
     assert "what the step had compiled is not there" in culprit.explanation
 
@@ -458,14 +464,13 @@ def test_inputs_of_a_compiled_graph_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_model_caches_and_settings_are_as_before() -> None:
+def test_model_caches_and_settings_are_as_before(wrong_gelu: RecordedCall) -> None:
     from torch._dynamo.utils import counters
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
-    model, ids = Gelu(), torch.randn(3, 5, 6)
+    model, ids = wrong_gelu.module, torch.randn(3, 5, 6)
     with wrong_lowering("erf"):
-        (call,) = recorded(model, lambda: training_step(model, ids)).recordings
         compiles: list[int] = []
 
         def counting(graph: Any, inputs: Any) -> Any:
@@ -482,7 +487,7 @@ def test_model_caches_and_settings_are_as_before() -> None:
             GraphLowering.compile_to_module, torch.get_rng_state().tolist(),
         )  # fmt: skip
         hooks = {name: dict(vars(item)) for name, item in model.named_modules()}
-        assert locate(call)
+        assert locate(wrong_gelu)
         assert before == (
             config.get_config_copy(), torch._dynamo.config.get_config_copy(),
             {name: dict(counts) for name, counts in counters.items()},
@@ -498,31 +503,32 @@ def test_model_caches_and_settings_are_as_before() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_may_have_moved_since_the_step() -> None:
-    torch.manual_seed(0)
-    model, x = Gelu(), torch.randn(3, 5, 6)
-    with wrong_lowering("erf"):
-        (call,) = recorded(model, lambda: model(x)).recordings
-        with torch.no_grad():
-            for item in model.parameters():
-                item.mul_(0.0)
-        (culprit,) = locate(call)
-    assert culprit.op == "aten.erf.default"
+def test_parameters_may_have_moved_since_the_step(wrong_gelu: RecordedCall) -> None:
+    kept = {name: item.clone() for name, item in wrong_gelu.module.state_dict().items()}
+    with torch.no_grad():
+        for item in wrong_gelu.module.parameters():
+            item.mul_(0.0)
+    try:
+        with wrong_lowering("erf"):
+            culprits = locate(wrong_gelu)
+    finally:
+        wrong_gelu.module.load_state_dict(kept)
+    assert [item.phase for item in culprits] == ["forward", "backward"]
+    assert culprits[0].op == "aten.erf.default"
 
 
 @pytest.mark.slow
-def test_what_the_budget_kept_from_being_looked_at_is_said() -> None:
+def test_what_the_budget_kept_from_being_looked_at_is_said(wrong_gelu: RecordedCall) -> None:
     with wrong_lowering("erf"):
-        (call,) = gelu_step(5).recordings
-        culprit, _ = locate(call, budget=Budget(compiles=1))
+        culprit, _ = locate(wrong_gelu, budget=Budget(compiles=1))
     assert culprit.stage == "inductor"
     assert "gelu" in culprit.kernel
     assert "aten.erf.default" in (culprit.op, *culprit.other_ops)
     assert "one at a time" in culprit.not_reached
-    culprit, _ = locate(call, budget=Budget(compiles=0))
+    culprit, _ = locate(wrong_gelu, budget=Budget(compiles=0))
     assert "gelu" in culprit.kernel
     assert "stage aot_eager_decomp_partition" in culprit.not_reached
-    (culprit,) = locate(no_code_of_the_step(call), budget=Budget(compiles=0))
+    (culprit,) = locate(no_code_of_the_step(wrong_gelu), budget=Budget(compiles=0))
     assert culprit.stage == NOT_REPRODUCED
     assert "inductor" in culprit.not_reached
 
@@ -539,22 +545,19 @@ def test_progress_is_told_step_by_step() -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_leaves_no_trace() -> None:
+def test_interrupt_leaves_no_trace(wrong_gelu: RecordedCall) -> None:
     from torch._inductor.graph import GraphLowering
 
-    model, ids = Gelu(), torch.randn(3, 5, 6)
     compile_to_module = GraphLowering.compile_to_module
 
     def interrupt(text: str) -> None:
         if text.startswith("kernels"):
             raise KeyboardInterrupt
 
-    with wrong_lowering("erf"):
-        (call,) = recorded(model, lambda: model(ids)).recordings
-        with pytest.raises(KeyboardInterrupt):
-            locate(call, on_progress=interrupt)
+    with wrong_lowering("erf"), pytest.raises(KeyboardInterrupt):
+        locate(wrong_gelu, on_progress=interrupt)
     assert GraphLowering.compile_to_module is compile_to_module
-    assert "_compiled_call_impl" not in vars(model)
+    assert "_compiled_call_impl" not in vars(wrong_gelu.module)
 
 
 def test_a_recording_from_a_file_needs_the_module() -> None:
