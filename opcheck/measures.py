@@ -32,6 +32,7 @@ __all__ = [
     "Part",
     "Scan",
     "allclose_share",
+    "beside_or_golden",
     "empty",
     "failed_element",
     "failed_nonfinite",
@@ -179,6 +180,15 @@ class Part:
             expected_rms=self.scan.expected_rms if judged else None,
             **numbers,
         )
+
+
+def beside_or_golden(baseline: Array, golden: Array) -> Array:
+    """The baseline, and the golden where it died: there the golden judges alone.
+
+    Else nobody would look at what an actual result is in the place of its NaN.
+    """
+    alive = np.isfinite(baseline)
+    return baseline if alive.all() else np.where(alive, baseline, golden)
 
 
 def finite_part(pair: Pair, rule: Rule, *, baseline: Array | None = None) -> Part:

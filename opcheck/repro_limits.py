@@ -15,7 +15,7 @@ from opcheck.compare import Expected, Leaf, allowance_of, results_of, rule_for
 from opcheck.declared import expected_dtype
 from opcheck.golden_rules import COMPARED_OUTPUTS
 from opcheck.interval import interval_limits
-from opcheck.measures import finite_part
+from opcheck.measures import beside_or_golden, finite_part
 from opcheck.reconstruct import RECONSTRUCTED
 from opcheck.references import Reference, host_array
 from opcheck.rules import Rule
@@ -127,6 +127,8 @@ def _interval(call: Call, number: int, value: Tensor, expected: Expected, rule: 
         sample = _right_where_not_finite(host_array(value), golden, rule)
         pair = pair_of(sample, golden)
         flat_beside = None if beside is None else pair_of(beside, golden).actual
+        if flat_beside is not None:
+            flat_beside = beside_or_golden(flat_beside, pair.expected)
         part = finite_part(pair, rule, baseline=flat_beside)
         if not part.kept.actual.size:
             return {**limit, "allowed": 0.0}

@@ -26,6 +26,7 @@ from opcheck.measures import (
     Part,
     Scan,
     allclose_share,
+    beside_or_golden,
     empty,
     failed_nonfinite,
     finite_part,
@@ -120,12 +121,10 @@ def judge_baseline(
         part = finite_part(judge, rule, baseline=pair.expected)
         if part.num_wrong:
             return failed_nonfinite(part, rule)
-        baseline = pair.expected
-        if not np.isfinite(baseline).all():
-            # where the baseline died the golden judges alone; else nobody would look there
-            baseline = np.where(np.isfinite(baseline), baseline, judge.expected)
-            part = finite_part(judge, rule, baseline=baseline)
-        beside = baseline if part.keep is None else baseline[part.keep]
+        living = beside_or_golden(pair.expected, judge.expected)
+        if living is not pair.expected:
+            part = finite_part(judge, rule, baseline=living)
+        beside = living if part.keep is None else living[part.keep]
         return judge_elements(part, beside, perturbed, rule)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from opcheck import Verdict, check
 from tests.cases import CASES, Case, of_kind
 from tests.faults import planted
+from tests.reproducers import run_file
 
 NAMED = [name for name, case in CASES.items() if case.culprit is not None]
 RIGHT_IN_EAGER = [name for name in CASES if name not in NAMED]
@@ -106,6 +107,49 @@ def test_kernel_that_is_wrong_where_the_original_dies_is_found(tmp_path: Path) -
     assert (first.op, first.module) == ("aten.native_layer_norm.default", "norm")
     assert first.metrics.actual_at == 0.0
     assert "is 0, expected" in first.reason
+
+
+IN_FLOAT64 = """
+import torch
+from tests.faults import planted
+
+LAST_ROW = torch.tensor([[1.0], [1.0], [1.0001]])
+
+def in_float64(original):
+    def layer_norm(x, shape, weight, bias, eps):
+        results = original(x.double(), shape, weight.double(), bias.double(), eps)
+        return tuple(item.float() for item in results)
+
+    return layer_norm
+
+kernel = planted("aten.native_layer_norm.default", in_float64)
+kernel.__enter__()
+"""
+
+
+def test_reproducer_tells_right_from_wrong_where_the_original_dies(tmp_path: Path) -> None:
+    def last_row_zero(original: Any) -> Any:
+        def layer_norm(*args: Any) -> Any:
+            out, mean, rstd = original(*args)
+            out[-1] = 0.0
+            return out, mean, rstd
+
+        return layer_norm
+
+    model, args, _ = CASES["layer_norm_large_inputs"].build()
+    with (
+        planted("aten.native_layer_norm.default", last_row_zero),
+        check(model, log_dir=tmp_path, quiet=True, repro_dir=tmp_path, repro_seconds=0) as session,
+    ):
+        model(*args)
+    (path,) = session.repros
+    for name, text, status in (
+        ("right.py", IN_FLOAT64.replace("item.float()", "item.float() * 1.0000002"), 0),
+        ("wrong.py", IN_FLOAT64.replace("item.float()", "item.float() * LAST_ROW"), 1),
+    ):
+        (tmp_path / name).write_text(text)
+        done = run_file(path, load=tmp_path / name)
+        assert done.returncode == status, done.stdout + done.stderr
 
 
 def test_distances_of_far_off_points_are_off_by_much(tmp_path: Path) -> None:
