@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from opcheck.errors import LogReadError, LogWriteError
 from opcheck.printing import visible
+from opcheck.whole_files import write_atomically
 
 __all__ = ["CSV_FIELDS", "RANK_FIELDS", "read_table", "write_table"]
 
@@ -39,17 +38,10 @@ def write_table(path: Path, fields: Sequence[str], rows: Iterable[Sequence[str]]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
     writer.writerows([visible(cell) for cell in row] for row in rows)
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text.getvalue())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise LogWriteError(f"the CSV report cannot be written to {path}: {error}") from error
 
 

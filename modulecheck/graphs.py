@@ -13,6 +13,7 @@ from pathlib import Path
 
 from modulecheck.compiled_graphs import compiled_graphs
 from modulecheck.distributed import rank_of_several
+from opcheck.whole_files import write_atomically
 
 __all__ = ["GraphDump"]
 
@@ -52,10 +53,11 @@ class GraphDump:
         """Write one graph; the user's step goes on whatever happens to the file."""
         if self._folder is None or self._problem:
             return
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        data = text.encode("utf-8", "backslashreplace")
+        digest = hashlib.sha256(data).hexdigest()[:8]
         name = f"__compiled_fn_{self._num_written}.{stage}_Graph.{digest}.py"
         try:
-            (self._folder / name).write_text(text, encoding="utf-8")
+            write_atomically(self._folder / name, lambda file: file.write(data))
         except OSError as error:
             self._problem = f"{type(error).__name__}: {error}"
             return

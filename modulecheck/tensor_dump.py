@@ -8,16 +8,20 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 from torch import Tensor
 
 from modulecheck.tensor_groups import Group
 from modulecheck.tensor_store import TensorFileError
 from modulecheck.tensor_values import bits_of, dtype_name, tensor_of_bits
 from opcheck.records import Verdict
+from opcheck.whole_files import write_atomically
 
 __all__ = ["DumpMode", "Dumper", "load_dump"]
 
@@ -63,7 +67,9 @@ class Dumper:
         """
         if self.mode is not DumpMode.NOT:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in _files_of_index(self.folder):
+            earlier = [*_files_of_index(self.folder)]
+            (self.folder / _INDEX).unlink(missing_ok=True)  # it is of nothing from now on
+            for name in earlier:
                 (self.folder / name).unlink(missing_ok=True)
 
     def add(self, group: Group, verdict: Verdict) -> None:
@@ -94,7 +100,7 @@ class Dumper:
 
     def _write(self, name: str, tensor: Tensor, head: dict[str, Any]) -> None:
         bits = bits_of(tensor)
-        np.save(self.folder / name, bits, allow_pickle=False)
+        write_atomically(self.folder / name, partial(_write_array, bits))
         dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
         if bits.dtype.name != dtype:  # NumPy lacks it
             beside = {"dtype": dtype, "shape": shape, "stored_as": bits.dtype.name}
@@ -125,8 +131,14 @@ class Dumper:
         return stem
 
 
+def _write_array(bits: np.ndarray[Any, Any], file: BinaryIO) -> None:
+    # of a real file NumPy fills a buffer of C's, and drops the error when that cannot be written
+    npy.write_array(SimpleNamespace(write=file.write), bits, allow_pickle=False)
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="ascii")
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode("ascii")))
 
 
 def _read_index(folder: Path) -> list[dict[str, Any]]:

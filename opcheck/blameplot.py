@@ -11,6 +11,7 @@ from opcheck.blame import MARKS, BlameStep, Point, decades, units
 from opcheck.errors import PlotError
 from opcheck.printing import visible
 from opcheck.report import short_op
+from opcheck.whole_files import write_new
 
 __all__ = ["SUFFIXES", "save_plot"]
 
@@ -45,10 +46,12 @@ def save_plot(found: BlameStep, path: Path) -> None:
         figure = Figure(figsize=(11, 5), layout="constrained")
         _draw(figure, found)
         try:
-            with path.open("xb") as file:
-                suffix = path.suffix[1:].lower()
-                metadata = {"Date": None} if suffix == "svg" else None
-                figure.savefig(file, format=suffix, dpi=150, metadata=metadata)
+            suffix = path.suffix[1:].lower()
+            metadata = {"Date": None} if suffix == "svg" else None
+            write_new(
+                path,
+                lambda file: figure.savefig(file, format=suffix, dpi=150, metadata=metadata),
+            )
         except OSError as error:
             raise PlotError(f"{path}: {error.strerror or error}") from error
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from opcheck.commandline import EXIT_USAGE, run_command
 from opcheck.errors import LogReadError, PlotError
 from opcheck.logfile import Progress
 from opcheck.printing import Style, style_for
-from opcheck.records import EXIT_STATUS, PHASES
+from opcheck.records import EXIT_STATUS, PHASES, OpRecord
+from opcheck.whole_files import write_new
 
 __all__ = ["main"]
 
@@ -156,12 +158,19 @@ def _export(chosen: argparse.Namespace) -> int:
         write_csv(run.records, sys.stdout)
         return 0
     try:
-        with Path(chosen.out).open("x", encoding="utf-8", newline="") as file:
-            write_csv(run.records, file)
+        write_new(Path(chosen.out), lambda file: _write_text(run.records, file))
     except OSError as error:
         print(f"opcheck: {chosen.out}: {error.strerror}", file=sys.stderr)
         return EXIT_USAGE
     return 0
+
+
+def _write_text(records: Sequence[OpRecord], file: BinaryIO) -> None:
+    from opcheck.export import write_csv
+
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    write_csv(records, text)
+    text.detach()
 
 
 def _demo(chosen: argparse.Namespace) -> int:

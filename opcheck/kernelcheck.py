@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from opcheck import _torch
@@ -177,6 +178,9 @@ class KernelCheck:
             self._is_open = False
             self._files.coverage(self.pipeline.ledger.coverage(), self.run_id, self.rank)
             self._files.close()
+        if self._files.problem:
+            text = f"opcheck: the log is incomplete: {self._files.problem}"
+            logger.bind(opcheck=self.run_id).warning(text)
 
     def _keep(self, record: OpRecord) -> None:
         if not self._is_open:

@@ -34,6 +34,8 @@ __all__ = ["CallRecorder", "Recorded", "read_call", "recorded_files"]
 
 FORMAT = "opcheck.call"
 VERSION = 1
+_MAX_OP = 120
+"""Characters of the op in a file name."""
 
 
 class CallRecorder:
@@ -101,7 +103,7 @@ class CallRecorder:
         if self._settings.record != "all" and record.verdict is not Verdict.FAIL:
             self._bytes -= kept.arguments.nbytes + results.nbytes
             return
-        name = f"{self._prefix}.{record.index:08d}.{record.op}.pt"
+        name = f"{self._prefix}.{record.index:08d}.{record.op[:_MAX_OP]}.pt"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_atomically(self._folder / name, _encoded(replace(kept, record=record), results))

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 from opcheck.errors import ReproError
 from opcheck.printing import number, style_for
 from opcheck.records import EXIT_STATUS, OpRecord, Verdict
+from opcheck.whole_files import write_new
 
 __all__ = ["replay_file", "replay_folder", "write_pytest"]
 
@@ -86,15 +86,15 @@ def write_pytest(path: Path, out: Path) -> None:
     head, main, tail = text.rpartition(_MAIN)
     tensors = path.with_suffix(".pt")
     try:
-        with out.open("x", encoding="utf-8") as file:
-            try:
-                if tensors.exists():
-                    shutil.copyfile(tensors, out.with_suffix(".pt"))
-                file.write(head + _TEST + main + tail)
-            except OSError:
-                out.unlink(missing_ok=True)
+        if tensors.exists():
+            data = tensors.read_bytes()
+            write_new(out.with_suffix(".pt"), lambda file: file.write(data))
+        try:
+            write_new(out, lambda file: file.write((head + _TEST + main + tail).encode()))
+        except OSError:
+            if tensors.exists():
                 out.with_suffix(".pt").unlink(missing_ok=True)
-                raise
+            raise
     except OSError as error:
         raise ReproError(f"{out}: cannot be written: {error.strerror or error}") from error
 

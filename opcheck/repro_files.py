@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opcheck.errors import ReproError
+from opcheck.whole_files import write_atomically
 
-__all__ = ["MIB", "free_stem", "save_atomically", "write_atomically", "write_repro"]
+__all__ = ["MIB", "free_stem", "save_atomically", "write_repro"]
 
 MIB = 1 << 20
 MAX_STEM = 120
 """Characters of a file name, its suffix aside."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+"""Letters of other scripts take several bytes, and a name has 255 of them."""
 
 
 def free_stem(folder: Path, *parts: str) -> str:
     """A name for a new file, made of safe characters, that no file in the folder has."""
-    text = "_".join(re.sub(r"[^\w.-]", "_", part).strip(".") for part in parts if part)
+    text = "_".join(_UNSAFE.sub("_", part).strip(".") for part in parts if part)
     stem = text[:MAX_STEM] or "repro"
     name, number = stem, 1
     while any((folder / f"{name}{suffix}").exists() for suffix in (".py", ".pt")):
@@ -84,22 +85,3 @@ def save_atomically(path: Path, data: Any) -> None:
     made = io.BytesIO()
     torch.save(data, made)
     write_atomically(path, lambda file: file.write(made.getbuffer()))
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write beside the path, then rename: the path has all of it or is as it was.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
-        raise

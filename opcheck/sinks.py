@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -156,10 +157,14 @@ class LogFiles:
             file.close()
         except (OSError, ValueError) as error:
             self.note(error)
+        finally:
+            if not file.closed:  # what it still held could not be written; the second time is free
+                with contextlib.suppress(OSError, ValueError):
+                    file.close()
 
     def _is_in_place(self, file: TextIO) -> bool:
         """False when the folder was deleted meanwhile: what we wrote went nowhere."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), self.json_path.stat())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
