@@ -22,7 +22,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bench_ops import MODELS as LARGE
+from benchmarks.measuring import in_fresh_process, peak_mib, reset_peak, resident_mib, timed
 from tests import compiled, models
 from tests.compiled import KINDS, add_to_one, compile_in_place, mark, random_as_eager, stack
 from tests.compiled import wrong_backend as wrong
@@ -169,7 +169,7 @@ class Case:
     tiny: bool = False
 
 
-def _stack_case(kind: str, fault: str | None, make: Callable[[], Any] | None, **more: Any) -> Case:
+def stack_case(kind: str, fault: str | None, make: Callable[[], Any] | None, **more: Any) -> Case:
     dtype = more.pop("dtype", torch.float32)
     name = f"{kind}-{fault or 'clean'}" + (
         f"-{dtype}".replace("torch.", "") if dtype != torch.float32 else ""
@@ -203,18 +203,16 @@ def _real(name: str, layer: Any, **sizes: Any) -> Case:
 
 def cases() -> list[Case]:
     """Every fault in plain blocks, the main ones in blocks of other kinds, and clean ones."""
-    found = [
-        _stack_case("plain", name, make) for name, make in FAULTS.items() if "call" not in name
-    ]
-    found += [_stack_case("twice", name, FAULTS[name]) for name in FAULTS if "call" in name]
+    found = [stack_case("plain", name, make) for name, make in FAULTS.items() if "call" not in name]
+    found += [stack_case("twice", name, FAULTS[name]) for name in FAULTS if "call" in name]
     found.append(
-        _stack_case("plain", "sign-flip-of-tiny-values", lambda: wrong(forward=_negate), tiny=True)
+        stack_case("plain", "sign-flip-of-tiny-values", lambda: wrong(forward=_negate), tiny=True)
     )
     for kind in ("dict", "dataclass", "tuple", "keyword_only", "dropout", "twice"):
-        found += [_stack_case(kind, name, FAULTS[name]) for name in ("forward", "backward")]
-    found += [_stack_case(kind, None, None) for kind in KINDS]
+        found += [stack_case(kind, name, FAULTS[name]) for name in ("forward", "backward")]
+    found += [stack_case(kind, None, None) for kind in KINDS]
     found += [
-        _stack_case("plain", None, None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)
+        stack_case("plain", None, None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)
     ]
     for name in ("gpt2", "llama", "resnet"):
         build, layer = compiled.real_model(name)
@@ -240,7 +238,7 @@ def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     )
 
 
-def _prepared(case: Case) -> tuple[Workload, str]:
+def prepared(case: Case) -> tuple[Workload, str]:
     workload = case.build()
     where = mark(workload.model) if case.fault else ""
     if case.tiny:
@@ -251,7 +249,7 @@ def _prepared(case: Case) -> tuple[Workload, str]:
     return workload, where
 
 
-def _step_of(workload: Workload) -> Callable[[nn.Module], Tensor]:
+def step_of(workload: Workload) -> Callable[[nn.Module], Tensor]:
     def step(model: nn.Module) -> Tensor:
         model.zero_grad()
         loss = workload.loss_fn(model, workload.batch)
@@ -264,22 +262,22 @@ def _step_of(workload: Workload) -> Callable[[nn.Module], Tensor]:
 def detect(tool: str, case: Case) -> tuple[str, str]:
     """Run one case; returns the score and one line about it."""
     torch._dynamo.reset()
-    workload, where = _prepared(case)
+    workload, where = prepared(case)
     torch.manual_seed(123)
     backend = case.fault() if case.fault else case.backend
     if not tool.endswith("2"):  # two-pass leaves the model as it was
         with random_as_eager(backend):
             for block in [m for m in workload.model.modules() if isinstance(m, case.classes)]:
                 compile_in_place(block, backend)
-            _step_of(workload)(workload.model)
+            step_of(workload)(workload.model)
     expected = _state(workload)
 
     torch._dynamo.reset()
-    workload, _ = _prepared(case)
+    workload, _ = prepared(case)
     torch.manual_seed(123)
     backend = case.fault() if case.fault else case.backend
     try:
-        found = TOOLS[tool](workload.model, _step_of(workload), case.classes, backend)
+        found = TOOLS[tool](workload.model, step_of(workload), case.classes, backend)
     except Exception as error:  # noqa: BLE001 - a crash is a score
         return "CRASH", f"{type(error).__name__}: {error}"[:100]
     changed = "" if _same(expected, _state(workload)) else "  STEP CHANGED"
@@ -332,44 +330,30 @@ def _layer_of(name: str) -> Any:
     return compiled.real_model(name)[1]
 
 
-def _timed(work: Callable[[], Any]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
 def measure(name: str, tools: list[str], backend: str, rounds: int) -> dict[str, Timing]:
     """Install, step, collect and report of each tool in turn, each with a cold Dynamo."""
     workload = LARGE[name]()
     workload.model.train()
-    step, layer = _step_of(workload), (_layer_of(name),)
+    step, layer = step_of(workload), (_layer_of(name),)
     found = {tool: Timing() for tool in tools}
     step(copy.deepcopy(workload.model))
     for number in range(rounds):
         for tool in tools if number % 2 else reversed(tools):
             eager_model = copy.deepcopy(workload.model)
-            eager = statistics.median(_timed(lambda m=eager_model: step(m))[1] for _ in range(3))
+            eager = statistics.median(timed(lambda m=eager_model: step(m))[1] for _ in range(3))
             torch._dynamo.reset()
             model = copy.deepcopy(workload.model)
-            wall, cpu = _timed(lambda m=model, t=tool: TOOLS[t](m, step, layer, backend))
+            wall, cpu = timed(lambda m=model, t=tool: TOOLS[t](m, step, layer, backend))
             found[tool].total.append(wall)
             found[tool].cpu.append(cpu)
             found[tool].eager.append(eager)
     return found
 
 
-def _peak_mib(name: str, tool: str, backend: str) -> float:
+def peak_in_fresh_process(name: str, tool: str, backend: str) -> float:
     """Peak memory of a process that does one checked step, above that of the plain steps."""
-    import subprocess
-
-    code = (
-        "from benchmarks import bench_compile as b; import sys;"
-        f"print(b.peak_of({name!r}, {tool!r}, {backend!r}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd()
-    )
-    return float(done.stdout.strip().splitlines()[-1])
+    call = f"m.peak_of({name!r}, {tool!r}, {backend!r})"
+    return float(in_fresh_process(call, module="benchmarks.bench_compile"))
 
 
 def peak_of(name: str, tool: str, backend: str) -> float:
@@ -377,25 +361,17 @@ def peak_of(name: str, tool: str, backend: str) -> float:
     torch.set_num_threads(1)
     workload = LARGE[name]()
     workload.model.train()
-    step, layer = _step_of(workload), (_layer_of(name),)
+    step, layer = step_of(workload), (_layer_of(name),)
     plain = copy.deepcopy(workload.model)
     for block in [item for item in plain.modules() if isinstance(item, layer)]:
         compile_in_place(block, backend)
     step(plain)
     del plain
-    # Linux only: forget the peak so far
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _memory_kib("VmRSS")
+    reset_peak()
+    before = resident_mib()
     if tool:
         TOOLS[tool](workload.model, step, layer, backend)
-    return (_memory_kib("VmHWM") - before) / 1024
-
-
-def _memory_kib(field_name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field_name):
-            return int(line.split()[1])
-    raise KeyError(field_name)
+    return peak_mib() - before
 
 
 def print_timing(args: argparse.Namespace, tools: list[str]) -> dict[str, Any]:
@@ -408,7 +384,7 @@ def print_timing(args: argparse.Namespace, tools: list[str]) -> dict[str, Any]:
             timings = measure(name, tools, backend, args.rounds)
             for tool, timing in timings.items():
                 ratios = [cpu / base for cpu, base in zip(timing.cpu, timing.eager, strict=True)]
-                peak = _peak_mib(name, tool, backend)
+                peak = peak_in_fresh_process(name, tool, backend)
                 rows[f"{name}/{backend}/{tool}"] = {
                     "total_s": statistics.median(timing.total),
                     "cpu_s": statistics.median(timing.cpu),

@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import opcheck
+from benchmarks.measuring import peak_mib, reset_peak
 from opcheck.calls import Call, Site, traits_of
 from opcheck.large import judge_large
 from opcheck.outside import outside_everything
@@ -122,24 +123,13 @@ def _checked(step: Callable[[], object]) -> tuple[opcheck.Session, float]:
     """A session around the step, and by how many MiB it raised the peak memory of the step."""
     with tempfile.TemporaryDirectory() as folder:
         step()
-        _reset_peak()
+        reset_peak()
         step()
-        alone = _peak()
-        _reset_peak()
+        alone = peak_mib()
+        reset_peak()
         with opcheck.check(log_dir=Path(folder), quiet=True, max_checks=None) as session:
             step()
-        return session, max(0.0, _peak() - alone)
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) / 1024
-    raise OSError("no VmHWM in /proc/self/status")
+        return session, max(0.0, peak_mib() - alone)
 
 
 # ---- verdicts on results made by hand -----------------------------------------------------------

@@ -14,8 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import nn
 
+from benchmarks.measuring import Ratios, Spread, timed, timed_between
 from benchmarks.wrapper_baseline import WrapperMode
 from tests import models
 from tests.models import Workload
@@ -44,10 +44,14 @@ MODELS: dict[str, Callable[[], Workload]] = {
 Arm = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
-def _check(model: nn.Module, *, max_checks: int | None, log_dir: Path) -> Any:
+def _check(model: nn.Module, *, log_dir: Path, **options: Any) -> Any:
     import opcheck
 
-    return opcheck.check(model, max_checks=max_checks, log_dir=log_dir, quiet=True)
+    return opcheck.check(model, log_dir=log_dir, quiet=True, **options)
+
+
+def _not_entered(model: nn.Module, *, log_dir: Path) -> AbstractContextManager[Any]:
+    return nullcontext(_check(model, log_dir=log_dir))
 
 
 class UsedUp:
@@ -78,6 +82,9 @@ def make_arms(log_dir: Path) -> dict[str, Arm]:
         "max_checks=0": partial(_check, max_checks=0, log_dir=log_dir),
         "live": partial(_check, max_checks=10, log_dir=log_dir),
         "used_up": UsedUp(log_dir),
+        "not_entered": partial(_not_entered, log_dir=log_dir),
+        "num_steps=0": partial(_check, num_steps=0, log_dir=log_dir),
+        "blame": partial(_check, blame=True, log_dir=log_dir),
         "every_call": partial(_check, max_checks=None, log_dir=log_dir),
         "wrapper_first_10": lambda model: WrapperMode(10),
         "wrapper_every_call": lambda model: WrapperMode(None),
@@ -97,33 +104,38 @@ class Target:
     def applies_to(self, model: str) -> bool:
         return self.model is None or self.model == model
 
+    @property
+    def text(self) -> str:
+        return f"at most {self.limit:.2f} x {self.floor}"
+
+    def ratio(self, results: Mapping[str, Measured]) -> float | None:
+        """CPU time of the arm as a multiple of its floor's; None where one did not run."""
+        arm, floor = results.get(self.arm), results.get(self.floor)
+        if arm is None or floor is None or not arm.cpu or not floor.cpu:
+            return None
+        return statistics.median(arm.cpu) / statistics.median(floor.cpu)
+
 
 TARGETS = (
     Target(model=None, arm="max_checks=0", floor="empty_mode", limit=1.15),
     Target(model="gpt2", arm="every_call", floor="wrapper_first_10", limit=0.40),
     Target(model="resnet18", arm="every_call", floor="wrapper_first_10", limit=1.0),
     Target(model=None, arm="used_up", floor="plain", limit=1.03),
-    Target(model=None, arm="live", floor="every_call", limit=1.0),
+    Target(model=None, arm="not_entered", floor="plain", limit=1.03),
+    Target(model=None, arm="num_steps=0", floor="plain", limit=1.03),
+    # smaller steps have no call beyond the budget: there the two are the same
+    Target(model="gpt2", arm="live", floor="every_call", limit=1.0),
+    Target(model="resnet18", arm="live", floor="every_call", limit=1.0),
 )
 
 
 @dataclass
-class Measured:
+class Measured(Ratios):
     """Ratios to the plain step, one a round."""
 
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     """What the step left behind otherwise than under an empty mode."""
     error: str = ""
-
-
-def timed(function: Callable[[], Any]) -> tuple[float, float]:
-    """Return wall seconds and CPU seconds of one call."""
-    wall_s = time.perf_counter()
-    cpu_s = time.process_time()
-    function()
-    return time.perf_counter() - wall_s, time.process_time() - cpu_s
 
 
 def _changes(build: Callable[[], Workload], arm: Arm) -> list[str]:
@@ -168,16 +180,8 @@ def measure(build: Callable[[], Workload], arms: dict[str, Arm], rounds: int) ->
             result = results[name]
             if result.error:
                 continue
-            before = timed(workload.step)
-            during = timed(partial(run, arm))
-            after = timed(workload.step)
-            result.wall.append(2 * during[0] / (before[0] + after[0]))
-            result.cpu.append(2 * during[1] / (before[1] + after[1]))
+            timed_between(result, workload.step, partial(run, arm))
     return results
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):7.2f} [{min(values):6.2f},{max(values):6.2f}]"
 
 
 def print_table(model: str, results: dict[str, Measured], num_ops: int, plain_ms: float) -> None:
@@ -189,7 +193,8 @@ def print_table(model: str, results: dict[str, Measured], num_ops: int, plain_ms
             print(f"  {name:<20} {result.error}")
             continue
         unchanged = f"NO: {result.changes[0]}" if result.changes else "yes"
-        print(f"  {name:<20} {_spread(result.cpu)} {_spread(result.wall)}  {unchanged}")
+        clocks = f"{Spread.of(result.cpu).text()} {Spread.of(result.wall).text()}"
+        print(f"  {name:<20} {clocks}  {unchanged}")
 
 
 def judge(model: str, results: dict[str, Measured]) -> list[tuple[bool | None, str]]:
@@ -198,13 +203,11 @@ def judge(model: str, results: dict[str, Measured]) -> list[tuple[bool | None, s
     for target in TARGETS:
         if not target.applies_to(model):
             continue
-        arm, floor = results.get(target.arm), results.get(target.floor)
-        wanted = f"{model}: {target.arm} at most {target.limit:.2f} x {target.floor}"
-        if arm is None or floor is None or not arm.cpu or not floor.cpu:
+        wanted, ratio = f"{model}: {target.arm} {target.text}", target.ratio(results)
+        if ratio is None:
             verdicts.append((None, f"{wanted}: not measured"))
-            continue
-        ratio = statistics.median(arm.cpu) / statistics.median(floor.cpu)
-        verdicts.append((ratio <= target.limit, f"{wanted}: {ratio:.2f}"))
+        else:
+            verdicts.append((ratio <= target.limit, f"{wanted}: {ratio:.2f}"))
     return verdicts
 
 

@@ -27,7 +27,8 @@ from statistics import median
 import torch
 
 import opcheck
-from benchmarks.bench_ops import MODELS, timed
+from benchmarks.bench_ops import MODELS
+from benchmarks.measuring import timed
 
 TOLERANCE = 0.2
 
