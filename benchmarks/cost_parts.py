@@ -117,10 +117,11 @@ def _silu(values: Tensor) -> Tensor:
     return values * torch.sigmoid(values)
 
 
-def registrar_ratios(rounds: int, num_calls: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Ratios (CPU, wall) to the kernel registered without a check; run in a fresh process.
+def registrar_ratios(rounds: int, num_calls: int) -> dict[str, tuple[list[float], ...]]:
+    """Ratios (CPU, wall) to the kernel registered without a check, and CPU seconds; by arm.
 
-    Registering keeps sessions from leaving the dispatch path for as long as the process lives.
+    For a process of its own: registering keeps sessions from leaving the dispatch path for as
+    long as the process lives.
     """
     torch.set_num_threads(1)
     values = torch.ones(1000)
@@ -150,26 +151,28 @@ def registrar_ratios(rounds: int, num_calls: int) -> dict[str, tuple[list[float]
             library._destroy()
 
     found = {arm: Ratios() for arm in REGISTRAR_ARMS}
+    seconds: dict[str, list[float]] = {arm: [] for arm in REGISTRAR_ARMS}
     for number in range(rounds + 1):
         for arm, options in REGISTRAR_ARMS.items():
             times = bare(), checked(options), bare()
             if number:  # the first pays for imports
                 found[arm].add(*times)
-    return {arm: (ratios.cpu, ratios.wall) for arm, ratios in found.items()}
+                seconds[arm].append(times[1][1])
+    return {arm: (ratios.cpu, ratios.wall, seconds[arm]) for arm, ratios in found.items()}
 
 
 def registrar_rows(rounds: int, num_calls: int = CALLS) -> Iterator[Row]:
     """Calls of a registered kernel, as a multiple of the same kernel without a check."""
     call = f"__import__('json').dumps(m.registrar_ratios({rounds}, {num_calls}))"
     found = json.loads(in_fresh_process(call, module="benchmarks.cost_parts"))
-    for arm, (cpu, wall) in found.items():
+    for arm, (cpu, wall, seconds) in found.items():
         is_off = arm == "disabled"
         yield Row(
             part="registrar", subject="silu, 1000 elements", arm=arm, unit="x bare",
             cpu=Spread.of(cpu), wall=Spread.of(wall),
             limit=f"at most {REGISTRAR_LIMIT:.2f} x bare" if is_off else "",
             held=statistics.median(cpu) <= REGISTRAR_LIMIT if is_off else None,
-            note=f"{num_calls} calls",
+            note=f"{num_calls} calls, {1e6 * statistics.median(seconds) / num_calls:.1f} us each",
         )  # fmt: skip
 
 
