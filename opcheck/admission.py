@@ -26,6 +26,7 @@ from opcheck.ledger import Ledger
 from opcheck.modules import ModuleTracker
 from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget
+from opcheck.peaks import peak_bytes
 from opcheck.policy import Described, Policy, describe, writes_overlapping
 from opcheck.records import SkipReason
 from opcheck.settings import Settings
@@ -173,7 +174,7 @@ class Admission:
     # ---- what the op may change ----
 
     def _prepare(self, call: Call) -> None:
-        start = perf_counter()
+        start, peak = perf_counter(), peak_bytes()
         if call.traits.maybe_random:
             call.rng_before = generator_states(call.args)
         in_reach = call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE)
@@ -187,6 +188,7 @@ class Admission:
         if self._followers.is_on:
             self._followers.before(call, in_reach=in_reach and not call.is_large)
         self._ledger.check_seconds += perf_counter() - start
+        self._ledger.check_peak_bytes += peak_bytes() - peak
 
     def _prepare_large(self, call: Call) -> None:
         if call.skipped is None:

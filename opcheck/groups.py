@@ -209,6 +209,7 @@ def add_coverages(coverages: Sequence[Coverage]) -> Coverage:
         left_by=next((c.left_by for c in coverages if c.left_by), ""),
         steps=max((c.steps for c in coverages), default=0),
         check_seconds=total("check_seconds"),
+        check_peak_bytes=max((c.check_peak_bytes for c in coverages), default=0),
         overhead=_add_overheads([c.overhead for c in coverages if c.overhead is not None]),
         first_nonfinite=min(births, key=lambda b: (b.step, b.index), default=None),
         shadow=_add_mappings([c.shadow for c in coverages]),

@@ -43,6 +43,7 @@ class Ledger:
         self.elements_checked = 0
         self.elements_sampled = 0
         self.check_seconds = 0.0
+        self.check_peak_bytes = 0
         self.stopped_at: int | None = None
         """Index of the last call that was counted before the session stopped looking."""
         self.skipped: Counter[SkipReason] = Counter()
@@ -177,6 +178,7 @@ class Ledger:
             steps=self.steps + bool(self._this_step),
             counting_stopped_at=self.stopped_at,
             check_seconds=self.check_seconds,
+            check_peak_bytes=self.check_peak_bytes,
         )
 
     def _call_counts(self) -> tuple[CallCount, ...]:

@@ -333,6 +333,7 @@ def _check_counts(coverage: Coverage) -> None:
         or not all(_is_a(count, int) for count in counts)
         or not (stopped is None or _is_a(stopped, int))
         or not _is_a(coverage.check_seconds, (int, float))
+        or not _is_a(coverage.check_peak_bytes, int)
         or not _is_overhead(coverage.overhead)
     ):
         msg = "a name or a count has another type"

@@ -29,6 +29,7 @@ from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.outside import is_ours, outside_everything, reference_depth
 from opcheck.overhead import OverheadBudget
+from opcheck.peaks import peak_bytes
 from opcheck.policy import Policy
 from opcheck.records import Coverage, OpRecord, SkipReason
 from opcheck.selftest import Planter
@@ -146,7 +147,7 @@ class Pipeline:
 
     def _check(self, call: Call, out: Any) -> SkipReason | None:
         """Judge it, or hand it to a worker; why not, where that was not possible."""
-        start = perf_counter()
+        start, peak = perf_counter(), peak_bytes()
         skip = self._admission.refuse_result(call, out)
         is_handed_over = skip is None and self._hand_over(call, out)
         if not is_handed_over:
@@ -157,6 +158,7 @@ class Pipeline:
             else:
                 counts.attempts += 1
         self.ledger.check_seconds += perf_counter() - start
+        self.ledger.check_peak_bytes += peak_bytes() - peak
         return skip
 
     def _judge(self, call: Call, out: Any) -> SkipReason | None:
@@ -342,6 +344,9 @@ class Pipeline:
                 left_by=self._left_by,
                 overhead=None if self._budget is None else self._budget.summary(),
             )
+            if self._beside is not None:
+                held = coverage.check_peak_bytes + self._beside.peak_bytes
+                coverage = replace(coverage, check_peak_bytes=held)
             return self._followers.completed(coverage)
 
 

@@ -348,6 +348,9 @@ class Coverage:
     steps: int = 0
     check_seconds: float = 0.0
     """Time spent in checking, beside the step's own."""
+    check_peak_bytes: int = 0
+    """By how much checks raised the peak memory of the process, beyond all that was before; with
+    workers, what they held at most is added."""
     overhead: Overhead | None = None
     """With `max_overhead`."""
     first_nonfinite: Birth | None = None

@@ -442,10 +442,12 @@ def _coverage(run: Run, style: Style) -> list[str]:
     rows = [[f"{count:,}", reason.value, _SKIP_WORDS[reason]] for reason, count in ordered if count]
     if rows:
         lines += style.table(["skipped", "reason", "meaning"], rows, numbers=frozenset({"skipped"}))
+    peak = f"checks raised the peak memory by {coverage.check_peak_bytes / 2**20:,.0f} MiB"
     if coverage.overhead is not None:
-        lines += style.wrap(overhead_text(coverage.overhead), "    ", "  ")
+        lines += style.wrap(f"{overhead_text(coverage.overhead)}; {peak}", "    ", "  ")
     elif coverage.check_seconds:
-        lines.append(f"  {coverage.check_seconds:.2f} s spent checking, beside the step's own time")
+        spent = f"{coverage.check_seconds:.2f} s spent checking, beside the step's own time"
+        lines += style.wrap(f"{spent}; {peak}", "    ", "  ")
     return lines
 
 

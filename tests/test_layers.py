@@ -47,6 +47,7 @@ LAYERS = {
             "logfile",
             "modes",
             "overhead",
+            "peaks",
             "packing",
             "sinks",
             "tensor_kinds",

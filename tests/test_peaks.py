@@ -1,0 +1,56 @@
+"""What checks add to the peak memory of the process, and that the report says so."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import torch
+
+import opcheck
+from opcheck import admission, pipeline
+from opcheck.peaks import peak_bytes
+
+MIB = 1 << 20
+
+
+def test_the_peak_only_grows():
+    before = peak_bytes()
+    assert before > 10 * MIB
+    torch.ones(1000)
+    assert peak_bytes() >= before
+
+
+def test_memory_of_checks_is_added_up_and_printed(tmp_path, monkeypatch):
+    peaks = itertools.count(0, 5 * MIB)
+    monkeypatch.setattr(admission, "peak_bytes", lambda: next(peaks))
+    monkeypatch.setattr(pipeline, "peak_bytes", lambda: next(peaks))
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.ones(10).exp()
+    assert session.coverage.check_peak_bytes >= 2 * 5 * MIB
+    number = session.coverage.check_peak_bytes // MIB
+    assert f"checks raised the peak memory by {number} MiB" in session.report()
+    assert opcheck.load_run(tmp_path).coverage == session.coverage
+
+
+STEP = """
+import tempfile, torch, opcheck
+x = torch.randn(1 << 21)
+with opcheck.check(log_dir=tempfile.mkdtemp(), quiet=True, large={large!r}) as session:
+    x.exp()
+print(session.coverage.check_peak_bytes)
+"""
+
+
+def test_a_check_of_all_elements_takes_more_than_one_of_a_sample():
+    full, sample = (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", STEP.format(large=large)],
+                capture_output=True, text=True, check=True,
+            ).stdout
+        )
+        for large in ("full", "sample")
+    )  # fmt: skip
+    assert full > sample + 16 * MIB
