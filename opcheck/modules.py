@@ -105,7 +105,7 @@ class ModuleTracker:
         """Frame and object of the optimizer whose step runs."""
         self._stepped = False
         self._hooks: tuple[ModuleHooks | OptimizerHooks, ...] = ()
-        self.charge: Callable[[float], object] | None = None
+        self.charge: Callable[[float], None] | None = None
         """Is told what every hook took, in seconds."""
         self._user_code: dict[CodeType, bool] = {}
         self.random_calls = 0

@@ -218,7 +218,6 @@ class Session:
         )
         share = settings.max_overhead
         self._budget = None if share is None else OverheadBudget(share)
-        self._tracker.charge = None if self._budget is None else self._budget.spend
         self._pipeline = Pipeline(
             settings, self._tracker, run_id=self.run_id, rank=self.rank, emit=self._keep,
             budget=self._budget,
@@ -380,7 +379,8 @@ class Session:
         compiled_regions.listen(region_ran)
         observer: Observer = self._pipeline
         if self._budget is not None:
-            observer = Stopwatch(self._pipeline, self._budget)
+            observer = watch = Stopwatch(self._pipeline, self._budget)
+            self._tracker.charge = watch.hook_ran
         exits.add(partial(SWITCH.leave, observer))
         SWITCH.enter(observer)
         self._presence.begin(observer, exits)
