@@ -75,7 +75,14 @@ class RunDiff:
             return Verdict.INCONCLUSIVE, f"{calls:,} calls that fail in A were not checked in B"
         if Verdict.INCONCLUSIVE is self.b.verdict is not self.a.verdict:
             return Verdict.INCONCLUSIVE, f"B is inconclusive: {self.b.verdict_reason}"
-        return Verdict.PASS, "nothing fails in B that did not in A"
+        return Verdict.PASS, f"nothing fails in B that did not in A{self._unpaired()}"
+
+    def _unpaired(self) -> str:
+        """Of what that is said: calls that one run alone has checked are no evidence."""
+        sides = (("A", self.only_a), ("B", self.only_b))
+        alone = [(name, sum(item.calls for item in changes)) for name, changes in sides]
+        told = " and ".join(f"{calls:,} in {name} only" for name, calls in alone if calls)
+        return f"; {self.num_paired:,} calls were checked in both, {told}" if told else ""
 
 
 Sides = tuple[LightCall | None, LightCall | None]

@@ -191,3 +191,97 @@ def test_a_second_implementation_that_gives_it_differs(name: str, tmp_path: Path
         checker.register_tensor("out", values)
         checker.save(file)
     assert modulecheck_main(["tensors", *files]) == 1
+
+
+# ---- what crashes, is missing or is empty is no PASS --------------------------------------------
+
+
+class Longer(nn.Module):
+    """Gives two tensors in eager, and three where it is compiled."""
+
+    def forward(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        two = tensor + 1, tensor + 2
+        return (*two, tensor + 3) if torch.compiler.is_compiling() else two
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
+def test_an_output_that_only_compiled_code_has_fails(single_pass: bool) -> None:
+    model = nn.Sequential(Longer())
+    checker = PrecisionChecker(single_pass=single_pass)
+    checker.wrap(model[0])
+    result = checker.compare(lambda model: model(torch.ones(3))[0].sum(), model)
+    assert result.verdict is Verdict.FAIL
+    assert "has 3 parts" in explain(result)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
+def test_a_compiler_that_crashes_is_the_users_to_see(single_pass: bool) -> None:
+    def backend(graph: Any, examples: Any) -> Any:
+        raise ZeroDivisionError("no code today")
+
+    def compared() -> CompareResult:
+        model = nn.Sequential(TimesOne())
+        checker = PrecisionChecker(backend=backend, single_pass=single_pass)
+        checker.wrap(model[0])
+        return checker.compare(lambda model: model(torch.ones(3)).sum(), model)
+
+    with pytest.raises(Exception, match="no code today"):
+        compared()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(suppress_errors=True):  # then Dynamo goes on in eager
+        result = compared()
+    assert result.verdict is Verdict.INCONCLUSIVE, explain(result)
+    assert not result.all_pass
+
+
+def test_a_diff_says_what_one_run_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, calls in (("a", 3), ("b", 0), ("nothing", None)):
+        with opcheck.check(log_dir=tmp_path / name, quiet=True):
+            values = torch.arange(3.0) if calls is not None else torch.empty(3)
+            for _ in range(calls or 0):
+                torch.softmax(values, 0)
+            if calls is not None:
+                values.exp()
+    a, b, nothing = (str(tmp_path / name) for name in ("a", "b", "nothing"))
+    assert opcheck_main(["diff", a, a]) == 0
+    assert "PASS: nothing fails in B that did not in A\n" in capsys.readouterr().out
+    assert opcheck_main(["diff", a, b]) == 0
+    said = capsys.readouterr().out
+    assert "2 calls were checked in both, 3 in A only" in said.partition("\n")[0]
+    assert opcheck_main(["diff", a, nothing]) == 3
+
+
+def test_empty_tensors_are_seen_and_reported(tmp_path: Path) -> None:
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.softmax(torch.ones(0, 4), 1)
+        torch.ones(2, 0) @ torch.ones(0, 3)
+    assert session.failures == []
+    assert session.coverage.errors == 0
+    assert session.coverage.adds_up
+    assert "calls seen" in session.report()
+
+
+def test_one_session_leaves_no_settings_to_the_next(tmp_path: Path) -> None:
+    with opcheck.check(
+        log_dir=tmp_path, quiet=True, rtol=1.0, max_checks=0, include="nothing", blame=True
+    ):
+        torch.ones(3) * 2
+    with (
+        planted("aten.mul.Tensor", kernel_giving(torch.full((3,), 2.001))),
+        opcheck.check(log_dir=tmp_path / "next", quiet=True) as session,
+    ):
+        torch.ones(3) * 2
+    assert session.verdict is Verdict.FAIL
+    assert session.failures[0].criterion == "calibrated"
+
+
+def test_random_ops_and_dropout_in_training_pass(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    with opcheck.check(model, log_dir=tmp_path, quiet=True, max_checks=None) as session:
+        hidden = torch.randn_like(torch.ones(8, 4))
+        model(hidden).sum().backward()
+        torch.native_dropout(hidden, 0.5, True)
+    assert session.verdict is Verdict.PASS
+    assert session.coverage.skipped[opcheck.SkipReason.RANDOM] >= 2
