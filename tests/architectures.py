@@ -231,8 +231,8 @@ ARCHITECTURES = {
     ),
     "swin": Architecture(
         "vision", "SwinForImageClassification", "SwinConfig",
-        # of two stages: once Dynamo makes the sizes symbols, its solver takes a minute for the
-        # windows, checker or not
+        # of two stages: once Dynamo makes the sizes symbols, its solver takes a minute or more for
+        # the windows, checker or not
         {"image_size": IMAGE_SIZE, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
          "num_heads": [2, 2], "window_size": 2, "num_labels": LABELS}, _images, "SwinLayer",
         static=True,

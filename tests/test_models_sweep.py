@@ -145,6 +145,19 @@ def test_wrong_kernel_is_no_clean_outcome(tmp_path: Path) -> None:
     assert not outcome.clean
 
 
+def test_exception_is_an_outcome_that_is_not_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(name: str, way: str) -> Any:
+        raise RuntimeError("no primitive")
+
+    monkeypatch.setitem(CHECKERS, "opcheck", raises)
+    outcome, after = measure("gru", "eval", tmp_path)
+    assert (outcome.verdict, outcome.failures) == ("ERROR", ["RuntimeError: no primitive"])
+    assert not outcome.clean
+    assert after.clean
+
+
 def test_wrong_compiler_and_a_checker_that_draws_are_no_clean_outcomes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
