@@ -30,9 +30,9 @@ class _RegionCounter:
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` at each run of a compiled region, until `ignore`."""
         with self._lock:
+            if not self._listeners:
+                self._start()  # raises where this torch has no such class
             self._listeners.append(listener)
-            if len(self._listeners) == 1:
-                self._start()
 
     def ignore(self, listener: Callable[[], None]) -> None:
         """Call it no more; does no harm where it was not called."""
