@@ -13,6 +13,7 @@ import opcheck
 from opcheck import SkipReason, Verdict
 from opcheck.overhead import OverheadBudget
 from opcheck.settings import Settings
+from opcheck.stopwatch import Stopwatch
 from tests.faults import gelu_off_by
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
@@ -390,6 +391,30 @@ def test_with_time_for_all_it_checks_what_a_session_without_a_bound_does(tmp_pat
         )  # fmt: skip
     assert bound.coverage.overhead.num_left == 0
     assert "nothing was left out" in " ".join(bound.report(width=200).split())
+
+
+def test_hooks_entering_and_leaving_are_charged(tmp_path, monkeypatch):
+    charged: Counter[str] = Counter()
+    for owner, name in [
+        (Stopwatch, "hook_ran"), (OverheadBudget, "gone"), (OverheadBudget, "entering"),
+    ]:  # fmt: skip
+        original = getattr(owner, name)
+
+        def noted(self, *args, original=original, name=name):
+            charged[name] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, name, noted)
+    net = model()
+    session = opcheck.check(net, log_dir=tmp_path, quiet=True, max_overhead=1e9)
+    for _ in range(2):
+        with session:
+            net(X)
+    assert charged == {
+        "hook_ran": 2 * 2 * 4,
+        "gone": 2,
+        "entering": 2,
+    }  # before and after 4 modules
 
 
 def test_max_checks_still_caps(tmp_path):
