@@ -232,6 +232,13 @@ SPACES: Mapping[str, Rule] = MappingProxyType(
         "index.Tensor": trailing_of_index(""),
         **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"),
                         trailing_of_index("values")),
+        # of the gradients those that belong to one sequence of the batch
+        "mkldnn_rnn_layer": fixed({"input": 1, "hx_": 0, "cx_": 0}, {0: 1, 1: 0, 2: 0}),
+        "mkldnn_rnn_layer_backward": fixed(
+            {"input": 1, "hx_": 0, "cx_tmp": 0, "output": 1, "hy_": 0, "cy_": 0,
+             "grad_output": 1, "grad_hy": 0, "grad_cy": 0},
+            {0: 1, 5: 0, 6: 0},
+        ),
         "mv": fixed({"self": 0}, {0: 0}),
         "unsafe_split": split_up,
         **_MATRICES,

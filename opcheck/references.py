@@ -33,6 +33,7 @@ from opcheck.golden_rules import (
 )
 from opcheck.kernel_table import call_kernel, decomposition, kernels
 from opcheck.records import SkipReason
+from opcheck.recurrent import FORMULAS
 from opcheck.snapshots import same_dtype, to_host, widened_like
 
 __all__ = [
@@ -58,7 +59,7 @@ class Reference:
 
     call: Call
     label: str
-    """Who plays it: "float64", "cpu kernel", "decomposition"."""
+    """Who plays it: "float64", "cpu kernel", "decomposition", "formula"."""
     run: Callable[[list[Any], dict[str, Any]], Any]
     seed: int
     integers_become_floats: bool = False
@@ -245,6 +246,9 @@ def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
     table = kernels()
     overridden = table.is_overridden(traits.qualified)
     kernel = table.original(traits.qualified)
+    own = FORMULAS.get(traits.base)
+    if own is not None:
+        return Reference(call, "formula", partial(_call_formula, own), seed)
     if traits.base in NO_FLOAT64 and not (kernel and (on_device or overridden)):
         return SkipReason.REFERENCE_NOT_AVAILABLE
     makes_floats = _makes_floats(call)

@@ -17,6 +17,7 @@ from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
 from opcheck.kernel_table import decomposition
 from opcheck.large_table import POINTWISE, SPACES, is_pointwise, spaces_of
+from opcheck.recurrent import FORMULAS
 from opcheck.slices import Pick, part_of_slices, strata
 
 A, B, C, D = 5, 7, 11, 13
@@ -251,6 +252,14 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "linalg_householder_product": torch.geqrf(MATRICES),
     "ormqr": (*torch.geqrf(MATRICES), t(A, B, 3, 2)),
     "lu_unpack": torch.linalg.lu_factor(MATRICES),
+    "mkldnn_rnn_layer": (
+        t(A, B, C), t(4, C), t(4, 1), t(4), t(4), t(B, 1), t(B, 1), False, [], 2, 1, 1, True,
+        False, False, True,
+    ),
+    "mkldnn_rnn_layer_backward": (
+        t(A, B, C), t(4, C), t(4, 1), t(4), t(4), t(B, 1), t(B, 1), t(A, B, 1), t(B, 1), t(B, 1),
+        t(A, B, 1), t(B, 1), t(B, 1), False, 2, 1, 1, True, True, False, [], False, t(3),
+    ),
     "aminmax": (t(A, B, C),),
     "mv": (t(A, B), t(B)),
 }  # fmt: skip
@@ -272,8 +281,12 @@ def overload(name: str) -> Any:
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """By the kernel, else (no CPU kernel) by the formula."""
-    formula = decomposition(func) if func in NO_CPU_KERNEL else None
+    formula = decomposition(func) if func in NO_CPU_KERNEL else FORMULAS.get(base_of(func))
     return (formula or func)(*_torch.tree_map(own, args), **kwargs)
+
+
+def base_of(func: Any) -> str:
+    return traits_of(func).base
 
 
 def call_of(name: str) -> Call:
@@ -364,6 +377,7 @@ ONE_RESULT: dict[str, set[int]] = {
     "native_layer_norm_backward": {A, B, C},
     "_fused_rms_norm_backward": {A, B, C},
     "native_group_norm_backward": {A},
+    "mkldnn_rnn_layer_backward": {B},
 }
 """Independent for some of the results only, which the other test compares alone."""
 

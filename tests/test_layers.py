@@ -48,6 +48,7 @@ LAYERS = {
             "modes",
             "overhead",
             "peaks",
+            "recurrent",
             "packing",
             "sinks",
             "tensor_kinds",
