@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from opcheck.errors import LogReadError, LogWriteError
-from opcheck.printing import visible
+from opcheck.printing import spreadsheet_cell
 from opcheck.whole_files import write_atomically
 
 __all__ = ["CSV_FIELDS", "RANK_FIELDS", "read_table", "write_table"]
@@ -37,12 +37,20 @@ def write_table(path: Path, fields: Sequence[str], rows: Iterable[Sequence[str]]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
-    writer.writerows([visible(cell) for cell in row] for row in rows)
+    writer.writerows([_cell(cell) for cell in row] for row in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(text.getvalue().encode()))
     except OSError as error:
         raise LogWriteError(f"the CSV report cannot be written to {path}: {error}") from error
+
+
+def _cell(text: str) -> str:
+    try:
+        float(text)
+    except ValueError:
+        return text if text == "-" else spreadsheet_cell(text)
+    return text
 
 
 def read_table(path: Path) -> tuple[tuple[str, ...], list[list[str]]]:

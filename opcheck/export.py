@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from opcheck.groups import Tally
-from opcheck.printing import number, visible
+from opcheck.printing import number, spreadsheet_cell, visible
 from opcheck.record_json import to_json
 from opcheck.records import Blame, Coverage, Metrics, OpRecord
 from opcheck.report import short_op, sort_tallies
@@ -18,7 +18,6 @@ from opcheck.rundiff import Change, RunDiff
 __all__ = ["diff_json", "diff_markdown", "run_json", "run_markdown", "write_csv"]
 
 MAX_CELL = 200
-_FORMULA = ("=", "+", "-", "@")
 
 
 # ---- JSON ---------------------------------------------------------------------------------------
@@ -150,8 +149,7 @@ def _csv_cell(value: Any) -> Any:
         value = ", ".join(map(str, value))
     if isinstance(value, Mapping):
         value = f"{value.get('re')} {value.get('im')}j"
-    text = visible(getattr(value, "value", value))
-    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
+    return spreadsheet_cell(getattr(value, "value", value))
 
 
 # ---- markdown -----------------------------------------------------------------------------------

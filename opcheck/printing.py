@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-__all__ = ["Style", "number", "style_for", "visible"]
+__all__ = ["Style", "number", "spreadsheet_cell", "style_for", "visible"]
 
 MAX_TEXT = 400
 """Characters of one string that are shown; of a longer one the rest is counted."""
@@ -38,6 +38,26 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _code(char) for char in text)
+
+
+def spreadsheet_cell(text: str) -> str:
+    """A text that no spreadsheet takes for a formula and every reader of CSV takes.
+
+    What begins with `=`, `+`, `-` or `@` gets an apostrophe in front, control characters are
+    written as backslash codes, and beyond 32,000 characters it is cut.
+    """
+    shown = visible(text[: _MAX_CELL + 1])
+    if shown.lstrip().startswith(_FORMULA):
+        shown = f"'{shown}"
+    if len(shown) <= _MAX_CELL:  # so is what this gave earlier, read from a file
+        return shown
+    note = f"... ({len(text):,} characters)"
+    return shown[: _MAX_CELL - len(note)] + note
+
+
+_FORMULA = ("=", "+", "-", "@")
+_MAX_CELL = 32_000
+"""Spreadsheets take 32,767 characters, Python's reader of CSV 131,072."""
 
 
 def _code(char: str) -> str:

@@ -323,6 +323,7 @@ def test_two_module_checkers_on_one_module_left_in_any_order(order) -> None:
 
 def test_registered_tensors_beside_a_session_and_a_module_checker(tmp_path) -> None:
     torch._dynamo.reset()
+    checked_modules(make(), single_pass=True)  # torch starts a thread, once a process
     net, other = make(), make()
     before = surroundings()
     tensors = TensorChecker(quiet=True)
