@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -646,22 +645,14 @@ def test_a_half_result_may_come_as_float16() -> None:
     assert golden_only(golden.astype(np.float16), golden, Rule(dtype="float16")).passed
 
 
-# ---- speed --------------------------------------------------------------------------------------
+# ---- effort -------------------------------------------------------------------------------------
 
 
-def test_a_passing_result_is_judged_in_few_passes() -> None:
+def test_a_passing_result_is_settled_by_the_first_look() -> None:
     golden = normal(500_000)
-    actual = golden.astype(np.float32)
-    golden_only(actual, golden)
-    best = min(_seconds(lambda: golden_only(actual, golden)) for _ in range(9))
-    # 1.5 ns an element on the machine it was written on; a slow and busy one must pass too
-    assert best / golden.size < 20e-9
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    outcome = golden_only(golden.astype(np.float32), golden)
+    assert outcome.passed
+    assert outcome.stage == "quick"
 
 
 def test_correctly_rounded_subnormals_pass() -> None:
