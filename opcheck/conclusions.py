@@ -96,14 +96,23 @@ class Conclusions:
     def enter(self, entry: Entry) -> None:
         """A record is final: into the books with it, and out to who listens."""
         record = entry.record
+        place = (entry.site.module, entry.site.phase, record.op)
         self._ledger.judged(
-            (entry.site.module, entry.site.phase, record.op),
+            place,
             entry.signature,
             record.verdict,
             entry.num_compared,
             crashed=record.error is not None,
             sampled=record.sample is not None and not record.sample.covers_all,
         )
+        try:
+            self._tell(record)
+        except Exception:
+            if record.error is None:  # a crash of ours, which is counted as one
+                self._ledger.recant(place, entry.signature)
+            raise
+
+    def _tell(self, record: OpRecord) -> None:
         self._policy.judged(record)
         if self._budget is not None and record.verdict is Verdict.FAIL:
             self._budget.failed(record.op)

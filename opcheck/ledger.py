@@ -126,6 +126,12 @@ class Ledger:
             self.failed += 1
             tally[1] += 1
 
+    def recant(self, place: tuple[str, str, str], signature: Signature) -> None:
+        """A call that was counted as checked crashed after all: its record got lost."""
+        self.checked -= 1
+        self._signatures[signature].checked -= 1
+        self._judged[place][0] -= 1
+
     @property
     def has_calls_in_step(self) -> bool:
         """False right after a step ended."""

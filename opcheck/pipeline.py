@@ -8,6 +8,7 @@ each stage is a module of its own.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
@@ -57,6 +58,7 @@ class Pipeline:
         self.step = 0
         self.num_rests = 0
         self._left_by = ""
+        self._problem = ""
         self.lock = threading.RLock()
         self.planter = Planter() if settings.selftest else None
         self._tracker = tracker
@@ -262,7 +264,16 @@ class Pipeline:
             return
         entry = call_crashed(call, out, self._run)
         self.ledger.counts_of(call.signature).attempts += 1
-        self._conclusions.enter(entry)
+        self._enter_crash(entry)
+
+    def _enter_crash(self, entry: Any) -> None:
+        """Into the books; where that crashes as well, it is counted and told of all the same."""
+        errors = self.ledger.errors
+        try:
+            self._conclusions.enter(entry)
+        except Exception:  # noqa: BLE001 - our crash must not be the user's
+            self.ledger.errors = errors + 1
+            self._problem = self._problem or traceback.format_exc()
 
     def crashed_in(self, where: str) -> None:
         """Something of ours crashed that belongs to no call: counted as if it were one."""
@@ -273,14 +284,12 @@ class Pipeline:
         if self.ledger.seen == seen:  # not even counted
             self.ledger.seen += 1
         index = self.ledger.seen - 1
-        self._conclusions.enter(
-            checker_crashed(name, reason, self._run, index=index, step=self.step)
-        )
+        self._enter_crash(checker_crashed(name, reason, self._run, index=index, step=self.step))
 
     @property
     def own_problem(self) -> str:
         """Traceback of the first crash of ours beside checking, or ""."""
-        return self._followers.problem
+        return "\n".join(text for text in (self._problem, self._followers.problem) if text)
 
     # ---- steps and the sum ----
 

@@ -461,3 +461,23 @@ def test_an_exception_of_the_user_passes_through_and_nothing_stays(entry, place,
         assert all(item.grad is None for item in net.parameters())
         fresh = broken_model(place)
         assert all(map(torch.equal, net.state_dict().values(), fresh.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["opcheck.ledger.Ledger.judged", "opcheck.session.Session._keep",
+     "opcheck.call_records.spell_tensor", "opcheck.births.Births.concluded"],
+)  # fmt: skip
+def test_a_crash_while_a_crash_is_noted_is_not_the_users(broken, tmp_path, monkeypatch) -> None:
+    def crash(*_: Any, **__: Any) -> None:
+        raise MemoryError("ours")
+
+    net = make()
+    monkeypatch.setattr(broken, crash)
+    with opcheck.check(net, log_dir=tmp_path, quiet=True) as session:
+        step(net)
+    monkeypatch.undo()
+    assert session.verdict == "INCONCLUSIVE"
+    assert session.coverage.errors
+    assert session.coverage.adds_up
+    assert "MemoryError: ours" in session.report()
