@@ -37,8 +37,8 @@ HALF = (torch.float16, torch.bfloat16)
 _FEW = 32
 """So many elements are computed one by one; more of them in pieces of odd sizes."""
 _ODD = (1, 7, 13, 5)
-_MOST_RESULTS = 3
-"""Results of one variant of one call."""
+_SHARED = 32768
+"""ATen gives a thread no fewer elements than this."""
 
 
 class NotHereError(Exception):
@@ -501,6 +501,18 @@ def without_mkldnn(subject: Subject) -> Iterator[Result]:
         yield subject.run()
 
 
+def two_threads(subject: Subject) -> Iterator[Result]:
+    """Two threads, which divide long sums in another way."""
+    if max((tensor.numel() for tensor in subject.tensors()), default=0) < _SHARED:
+        raise NotHereError("too small for two threads")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield subject.run()
+    finally:
+        torch.set_num_threads(before)
+
+
 def in_pieces(subject: Subject) -> Iterator[Result]:
     """A pointwise op on one element at a time, or on pieces of odd sizes: scalar tails."""
     call = subject.call
@@ -563,6 +575,7 @@ VARIANTS = (
     Variant("16-bit scan", narrow_scan),
     Variant("TF32 inputs", tf32_inputs, takes_tf32=True),
     Variant("other layout", other_layout, on_cpu=True),
+    Variant("two threads", two_threads, on_cpu=True),
     Variant("without oneDNN", without_mkldnn, on_cpu=True),
     Variant("in pieces", in_pieces, on_cpu=True),
 )

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251 - looks from outside
 
 from benchmarks.correct_kernels import HALF, VARIANTS, NotHereError, Subject, Variant
+from benchmarks.more_calls import long_sums, numbers
 from benchmarks.opinfo_sweep import Case, cases_of, op_infos
 from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
@@ -45,7 +47,7 @@ from opcheck.snapshots import snapshot
 from opcheck.tensor_kinds import is_plain_tensor
 from opcheck.tolerances import documented_tolerances
 
-__all__ = ["NAMED", "Alarm", "Tally", "sweep"]
+__all__ = ["NAMED", "Alarm", "Options", "Tally", "sweep", "sweep_more"]
 
 DEFAULT_DTYPES = ("float32", "bfloat16", "float16", "complex64")
 ARMS = ("beside the CPU kernel", "float64 alone")
@@ -59,6 +61,14 @@ NAMED: dict[tuple[str, str], str] = {
     ),
     ("decomposition", "aten.soft_margin_loss_backward.default"): (
         "sigmoid(z) - 1 cancels: 4.18e-7 for 3.68e-7 in float32, 14% off"
+    ),
+    ("decomposition", "aten.lerp.Scalar"): (
+        "rounds the weighted difference to 16 bit before it cancels: up to 2.5 times the limit;"
+        " every kernel computes it in float32"
+    ),
+    ("decomposition", "aten.softshrink.default"): (
+        "rounds lambda to 16 bit, so that all results are shifted by up to 2^-9 of it; kernels"
+        " keep it in float32"
     ),
 }
 """(variant, op) -> why a FAIL is right there: not a correct kernel, with what was measured."""
@@ -358,6 +368,27 @@ def sweep(
     return tally
 
 
+MORE = MappingProxyType({"numbers": numbers, "long sums": long_sums})
+"""Entries beside those of OpInfo."""
+
+
+def sweep_more(
+    globs: Sequence[str], dtype: torch.dtype, options: Options, *, into: Tally | None = None
+) -> Tally:
+    """As `sweep`, of calls that no sample of OpInfo makes; real dtypes only."""
+    tally, drift = into or Tally(), Drift()
+    start = time.perf_counter()
+    for name, calls in MORE.items():
+        if dtype.is_complex or not any(fnmatchcase(name, glob) for glob in globs):
+            continue
+        for label, call in calls(dtype):
+            with warnings.catch_warnings(), _Watch(tally, f"{name}, {label}", options, drift):
+                warnings.simplefilter("ignore")
+                call()
+    tally.seconds += time.perf_counter() - start
+    return tally
+
+
 def _spread(cases: list[Case], options: Options) -> Iterator[Case]:
     """Evenly chosen cases of each kind; the first samples of an entry are often its smallest."""
     for label in ("forward", "in place", "backward"):
@@ -443,7 +474,9 @@ def main() -> int:
     )
     found = 0
     for name in given.dtypes.split(","):
-        tally = sweep(op_infos(given.ops.split(",")), getattr(torch, name), options)
+        dtype, globs = getattr(torch, name), given.ops.split(",")
+        tally = sweep(op_infos(globs), dtype, options)
+        sweep_more(globs, dtype, options, into=tally)
         _print(name, tally, options, details=given.details, skips=given.skips)
         sys.stdout.flush()
         found += len(tally.alarms) + len(tally.errors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,23 @@ def judge(
     Raises:
         Anything that the reference raises.
     """
+    rule = partial(_judged_by, call, out, criterion=criterion, rtol=rtol, atol=atol)
+    found = rule(reference)
+    if found.passed or found.skip is not None or criterion == "allclose":
+        return found
+    other = reference.with_numbers_in_float32()
+    if other is None:
+        return found
+    again = rule(other)
+    if not again.passed:
+        return found
+    note = "this kernel keeps Python numbers in float32, where the CPU's rounds them to 16 bit"
+    return replace(again, notes=(*again.notes, note))
+
+
+def _judged_by(
+    call: Call, out: Any, reference: Reference, *, criterion: str, rtol: float, atol: float
+) -> Judgement:
     actual_written = [
         (param.name, value)
         for param, value in call.traits.bound(call.args, call.kwargs)

@@ -45,6 +45,11 @@ __all__ = [
 ]
 
 
+_HALF = (torch.float16, torch.bfloat16)
+_NUMBERS = ("scalar", "scalars", "tensor")
+"""Kinds of parameters that take Python numbers."""
+
+
 @dataclass(slots=True)
 class Result:
     """What a run of the reference gave: its results, and its arguments that were written to."""
@@ -66,6 +71,8 @@ class Reference:
     """The op makes floats of integers, and would make float32 of them in the golden too."""
     has_baseline: bool = False
     """Torch's own kernel, which is not under test, can run in the dtype of the call."""
+    numbers_in_float32: bool = False
+    """Python numbers beside 16-bit tensors are those of float32, where the CPU rounds them."""
     _widened: dict[int, Tensor] = field(default_factory=dict)
     _golden: Result | None = None
     _draws: dict[int, Result] = field(default_factory=dict)
@@ -107,6 +114,26 @@ class Reference:
             return self._widen(param, tensor) if found is None else found
 
         return self._run(convert, adjust=True)
+
+    def with_numbers_in_float32(self) -> Reference | None:
+        """For a kernel that keeps Python numbers in float32; None where that changes nothing.
+
+        `x + 0.3` of bfloat16 adds 0.30078125 on the CPU and 0.3 on a GPU. Only float64 judges then.
+        """
+        call = self.call
+        if not self.has_baseline or _computing_dtype(call) not in _HALF:
+            return None
+        for param, value in call.traits.bound(call.args, call.kwargs):
+            numbers = value if isinstance(value, (list, tuple)) else (value,)
+            if param.kind in _NUMBERS and any(
+                type(number) is float and _rounded_number(call, number) != number
+                for number in numbers
+            ):
+                return Reference(
+                    call, "float64", self.run, self.seed, self.integers_become_floats,
+                    numbers_in_float32=True,
+                )  # fmt: skip
+        return None
 
     def inputs(self) -> list[Array | None]:
         """The tensor arguments in schema order as float64 arrays, None where one is absent."""
@@ -176,8 +203,9 @@ class Reference:
             return torch.tensor(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return value
-        if param.kind in ("scalar", "scalars", "tensor") and adjust:
-            value = _rounded_number(self.call, value)
+        if param.kind in _NUMBERS and adjust:
+            wide = self.numbers_in_float32
+            value = float(np.float32(value)) if wide else _rounded_number(self.call, value)
         # below the dispatcher a Tensor argument has to be one; a 0-dim tensor promotes likewise
         return _number_tensor(self.call, value, wide=adjust) if param.kind == "tensor" else value
 

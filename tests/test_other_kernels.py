@@ -170,3 +170,32 @@ def test_every_spelling_of_a_power_passes_in_a_step(tmp_path: Path) -> None:
         torch._foreach_pow_([values.clone()], -0.5)
     assert session.verdict == Verdict.PASS, session.failures
     assert session.coverage.checked == 4
+
+
+# ---- Python numbers -----------------------------------------------------------------------------
+
+NUMBERS = {
+    "sub": (aten.sub.Tensor, torch.sub),
+    "remainder": (aten.remainder.Scalar, torch.remainder),
+    "hardshrink": (aten.hardshrink.default, torch.nn.functional.hardshrink),
+    "eq": (aten.eq.Scalar, torch.eq),
+}
+
+
+def beside_numbers(dtype: torch.dtype) -> Tensor:
+    """With elements that are equal to the number once it is rounded to 16 bit."""
+    return torch.cat([random(200), torch.tensor([0.3, -0.3, 0.51])]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_kernel_may_keep_python_numbers_in_float32(name: str, dtype: torch.dtype) -> None:
+    func, compute = NUMBERS[name]
+    x = beside_numbers(dtype)
+    rounded = func(x, 0.3)
+    out = compute(x.float(), 0.3).to(rounded.dtype)
+    assert not torch.equal(out, rounded)
+    assert judged(func, (x, 0.3), out).passed
+    assert judged(func, (x, 0.3), rounded).passed
+    wrong = ~out if out.dtype == torch.bool else compute(x.float(), 0.35).to(out.dtype)
+    assert not judged(func, (x, 0.3), wrong).passed
