@@ -380,6 +380,10 @@ _STEP = MappingProxyType(
 """What a scan does at each element."""
 
 
+_LONGEST_SCAN = 256
+"""Beyond it a running sum of one sign stops growing: in bf16 at 256 of 1,024."""
+
+
 def narrow_scan(subject: Subject) -> Iterator[Result]:
     """A scan that keeps its running value in 16 bit: from end to end, and in blocks."""
     call = subject.call
@@ -391,6 +395,8 @@ def narrow_scan(subject: Subject) -> Iterator[Result]:
     if not given.dim() or not given.numel():
         raise NotHereError("nothing to scan")
     dim = int(call.args[1]) % given.dim()
+    if given.shape[dim] > _LONGEST_SCAN:
+        raise NotHereError("too long to be kept in 16 bit")
     for width in {given.shape[dim], 4}:
         out = _scanned(step, given, dim, width)
         yield Result(out, [out] if call.traits.mutates else [])

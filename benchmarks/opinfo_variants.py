@@ -54,7 +54,17 @@ ARMS = ("beside the CPU kernel", "float64 alone")
 _MOST_RESULTS = 4
 """Results of one variant that are judged, of one call."""
 
+_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION_WEIGHTS = "its second result is the attention weights, where the kernel gives logsumexp"
+_LAST_STRIDE = (
+    "takes the last stride of query, key and value for 1 without looking, which its callers see"
+    " to: values up to 1e37, and NaN"
+)
 NAMED: dict[tuple[str, str], str] = {
+    ("decomposition", f"{_FLASH}.default"): _ATTENTION_WEIGHTS,
+    ("decomposition in float32", f"{_FLASH}.default"): _ATTENTION_WEIGHTS,
+    ("other layout", f"{_FLASH}.default"): _LAST_STRIDE,
+    ("other layout", f"{_FLASH}_backward.default"): _LAST_STRIDE,
     ("other layout", "aten.native_group_norm_backward.default"): (
         "reads gradient and input as if they were contiguous, which its callers see to: NaN and"
         " values of other elements with any other strides"

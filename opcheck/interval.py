@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -71,6 +71,10 @@ def judge_elements(
     why, detail = "elem", ""
     if worst <= 1.0:
         why, detail = rank.verdict(shift, shift_limit)
+        if why == "rmse":
+            rank = rank.beside_sensitivity(part, perturbed)
+            numbers["rmse_ratio"] = rank.rms_ratio
+            why, detail = rank.verdict(shift, shift_limit)
         if not why:
             return passed("golden", part, rule, worst, **numbers)
     allowed = allowance * rule.element_limit + rank.beside()
@@ -119,6 +123,7 @@ def interval_limits(
     where = slice(None) if keep is None else keep
     allowed[where] = allowance * rule.element_limit
     unit[where] = rank.spacing if rule.is_half else allowance
+    rank = rank.beside_sensitivity(part, perturbed)
     error = rms(rank.error)
     max_rms = rank._rms_limit() * error / rank.rms_ratio if rank.rms_ratio else math.inf
     return Limits(allowed, max_shift, unit, max_rms)
@@ -182,6 +187,22 @@ class _Ranking:
                 np.maximum(moved, np.where(np.isfinite(change), change, 0.0), out=moved)
             floor = tol.LOCAL_FLOOR * _local_typical(moved, self.spacing)
             yield self.base + share * np.maximum(moved, floor)
+
+    def beside_sensitivity(self, part: Part, draw: Draw | None) -> _Ranking:
+        """With the rms error counted in what conditioning explains, where that is more.
+
+        A gradient that cancels, as that of a batch norm's weight under a constant gradient, is
+        rounding alone: 770 times that of its own size on the channels-last path in bf16.
+        """
+        allowance = self.base
+        for allowance in self.allowances(part, draw):  # noqa: B007 - the last one is the widest
+            pass
+        explained = rms(allowance - self.base)
+        error = rms(self.error)
+        if not error or not explained:
+            return self
+        explained *= tol.SENSITIVITY_RMS
+        return replace(self, rms_ratio=min(self.rms_ratio, error / explained))
 
     def shift(self, allowance: Array) -> tuple[float, float]:
         """Mean signed shift away from zero, and its limit (Inf where it is no evidence)."""

@@ -120,6 +120,9 @@ SHIFT_CLAMP = 8.0
 """One element counts at most this many spacings in a mean shift."""
 ROUNDING_RMS = 0.25
 """rms error of correct rounding in units of eps * rms: between 0.20 and 0.41 over a binade."""
+SENSITIVITY_RMS = 0.25
+"""Share of the rms sensitivity that may take the place of correct rounding: where a result is well
+conditioned it is less than that and changes nothing."""
 GOLDEN_RMS_FACTOR = 2.0
 """Without an independent same-dtype result the rms limit is doubled: its own error is unknown."""
 MIN_ELEMENTS = 64

@@ -72,6 +72,8 @@ class Setting:
         self.typical = min(rms(golden), 1e3 * float(nonzero.median())) if len(nonzero) else 0.0
         # among subnormals correct rounding errs by their spacing, however small the numbers
         self.rounding = 0.25 * info.eps * max(self.typical, info.smallest_normal)
+        # a result that cancels is rounding alone, however small it is itself
+        self.rounding = max(self.rounding, 0.25 * rms(0.25 * sensitivity))
         self.allowance = self.steps + (0.25 if half else 1.0) * sensitivity
         self.allowance = self.allowance + ec(dtype) * self.typical
 

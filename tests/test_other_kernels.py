@@ -199,3 +199,21 @@ def test_a_kernel_may_keep_python_numbers_in_float32(name: str, dtype: torch.dty
     assert judged(func, (x, 0.3), rounded).passed
     wrong = ~out if out.dtype == torch.bool else compute(x.float(), 0.35).to(out.dtype)
     assert not judged(func, (x, 0.3), wrong).passed
+
+
+# ---- sums that cancel ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_gradient_that_cancels_may_be_rounding_alone(*, on_device: bool) -> None:
+    x, weight = random(16, 2048).bfloat16(), random(2048).bfloat16()
+    _, mean, rstd = torch.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
+    func = aten.native_batch_norm_backward.default
+    rest = (weight, None, None, mean, rstd, True, 1e-5, [True, True, True])
+    grad = torch.full_like(x, 0.7)
+    # channels last: each product is rounded, and their sum is zero in exact arithmetic
+    out = func(grad.t().contiguous().t(), x.t().contiguous().t(), *rest)
+    assert judged(func, (grad, x, *rest), out, on_device=on_device).passed
+    for wrong in (out[1] + 0.1, out[1] * 10):
+        found = judged(func, (grad, x, *rest), (out[0], wrong, out[2]), on_device=on_device)
+        assert not found.passed
