@@ -103,7 +103,11 @@ def orders(
 
 
 def _candidates(tensors: list[Tensor]) -> Iterator[list[tuple[Tensor, int]]]:
-    """Which dimensions of which tensors may belong together: those of one size."""
+    """Which dimensions of which tensors may belong together: those of one size.
+
+    int32 tensors are the pivots of LAPACK, which writes out of bounds where they make no sense.
+    """
+    tensors = [tensor for tensor in tensors if tensor.dtype is not torch.int32]
     axes = [
         (tensor, dim) for tensor in tensors for dim, size in enumerate(tensor.shape) if size > 2
     ]
