@@ -42,6 +42,23 @@ def test_correct_layers_pass(tmp_path, kinds, max_numel):
         assert (record.sample is not None) == (max_numel == 500)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_numel", [1_000_000, 500], ids=["whole", "sampled"])
+def test_inference_which_has_no_workspace_passes(tmp_path, max_numel, dtype):
+    layer = torch.nn.LSTM(6, 4, bidirectional=True).to(dtype)
+    x = torch.randn(7, 30, 6).to(dtype)
+    with (
+        torch.no_grad(),
+        opcheck.check(
+            log_dir=tmp_path, quiet=True, max_numel=max_numel, max_checks=None
+        ) as session,
+    ):
+        layer(x)
+    found = [item for item in session.records if OPS[0] in item.op]
+    assert len(found) == 2
+    assert [item.reason for item in found if item.verdict is not Verdict.PASS] == []
+
+
 def spoiled(number, change):
     def make(original):
         def kernel(*args, **kwargs):
