@@ -137,6 +137,8 @@ BINARY: tuple[Callable[[Tensor, Tensor], Any], ...] = (
     lambda a, b: functional.linear(a, b), lambda a, b: torch.einsum("i...,i...->...", a, b),
     lambda a, b: torch.addmm(a, a, b), lambda a, b: torch.addcdiv(a, a, b, value=0.5),
     lambda a, b: a.add_(b), lambda a, b: a.mul_(b), lambda a, b: a.div_(b), lambda a, b: a.copy_(b),
+    lambda a, b: a[1:].add_(b[:-1]), lambda a, b: torch.mul(a[:-1], b[1:], out=a[1:]),
+    lambda a, b: a.copy_(b.flip(0)), lambda a, b: torch.exp(b, out=a.t()),
     lambda a, b: torch.add(a, b, out=a), lambda a, b: torch.mm(a, b, out=torch.empty(0)),
     lambda a, b: a.index_add_(0, torch.zeros(len(b), dtype=torch.int64), b),
     lambda a, b: torch._foreach_add([a, b], 1), lambda a, b: torch._foreach_mul_([a, b], 2),
@@ -264,7 +266,8 @@ def assert_unharmed(program: Program, *, moderate: bool, **options: Any) -> None
     assert [record.error for record in session.records if record.error] == []
     assert session.coverage.errors == 0
     assert session.coverage.adds_up
-    assert set(session.coverage.skipped) <= set(SkipReason)
+    # what nobody accounted for would be there, so that the sum alone could not fail
+    assert set(session.coverage.skipped) <= set(SkipReason) - {SkipReason.INTERRUPTED}
     assert logged.verdict == session.verdict
     assert len(logged.records) == len(session.records)
     assert session.report()
