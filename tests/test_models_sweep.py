@@ -171,10 +171,10 @@ def test_wrong_compiler_and_a_checker_that_draws_are_no_clean_outcomes(
         return collect(*args, **kwargs)
 
     monkeypatch.setattr(PrecisionChecker, "collect", draws)
-    (drawn,) = measure("unet", "eval", tmp_path, ["PrecisionChecker"])
+    (drawn,) = measure("lstm", "eval", tmp_path, ["PrecisionChecker"])
     assert (drawn.verdict, drawn.failures) == ("PASS", [])
     assert "RNG state: values differ" in "".join(drawn.differences)
     monkeypatch.setattr(models_sweep, "BACKEND", off)
-    (wrong,) = measure("unet", "eval", tmp_path, ["PrecisionChecker"])
+    (wrong,) = measure("lstm", "eval", tmp_path, ["PrecisionChecker"])
     assert wrong.verdict == "FAIL"
     assert wrong.failures
