@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251 - looks from outside
 
-from benchmarks.correct_kernels import HALF, VARIANTS, NotHereError, Subject, Variant
+from benchmarks.correct_kernels import VARIANTS, Variant
 from benchmarks.more_calls import long_sums, numbers
 from benchmarks.opinfo_sweep import Case, cases_of, op_infos
+from benchmarks.subjects import HALF, NotHereError, Subject
 from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
 from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of

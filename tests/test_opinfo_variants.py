@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.correct_kernels import VARIANTS, Subject, Variant
+from benchmarks.correct_kernels import VARIANTS, Variant
 from benchmarks.opinfo_sweep import op_infos
 from benchmarks.opinfo_variants import ARMS, Options, Tally, sweep
+from benchmarks.subjects import Subject
 from opcheck.references import Result
 
 REPRESENTATIVE = (
@@ -21,6 +22,8 @@ REPRESENTATIVE = (
 """Of every kind that a variant is for: pointwise, rows, scans, products, atomics."""
 NARROW = {"float32, rounded", "decomposition in float32", "16-bit atomics", "16-bit scan"}
 FEW = Options(samples=2, calls=2)
+VARIANTS_HERE = [variant for variant in VARIANTS if variant.name != "two threads"]
+"""No sample of OpInfo is large enough for two threads."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "complex64"])
@@ -38,10 +41,10 @@ def test_correct_kernels_pass(found: tuple[str, Tally]) -> None:
 
 def test_every_variant_computed_something_else(found: tuple[str, Tally]) -> None:
     dtype, tally = found
-    names = {variant.name for variant in VARIANTS if not variant.takes_tf32}
+    names = {variant.name for variant in VARIANTS_HERE if not variant.takes_tf32}
     names -= set() if dtype == "bfloat16" else NARROW
     assert {name for name in names if not tally.judged[name, ARMS[0]]} == set()
-    on_cpu = {variant.name for variant in VARIANTS if variant.on_cpu}
+    on_cpu = {variant.name for variant in VARIANTS_HERE if variant.on_cpu}
     # paths of one kernel round alike in 16 bit
     assert {name for name in names - on_cpu if not tally.differ[name]} == set()
     assert dtype != "float32" or (tally.differ["other order"] and tally.differ["other layout"])
