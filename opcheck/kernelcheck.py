@@ -21,7 +21,7 @@ from opcheck.environment import process_rank, run_header
 from opcheck.errors import ArgumentError, ArgumentTypeError, LogWriteError
 from opcheck.kernel_inputs import keep_inputs
 from opcheck.kernel_table import call_kernel, decomposition, kernels, with_number_tensors
-from opcheck.outside import running_reference
+from opcheck.outside import leave_references, reference_depth, running_reference
 from opcheck.pipeline import Pipeline
 from opcheck.policy import KernelPolicy
 from opcheck.records import Coverage, OpRecord, Verdict
@@ -90,14 +90,14 @@ def _run(
     if known is not None:
         for call in known:
             if isinstance(call, Call):
-                keep_inputs(call)
+                _keep_inputs(call)
         return kernel(*args, **kwargs)
     observer = switch.observer
     if observer is None:
         return kernel(*args, **kwargs)
     call = observer.before(func, (), args, kwargs)
     if isinstance(call, Call):
-        keep_inputs(call)
+        _keep_inputs(call)
     try:
         with switch.announced(func, False):  # noqa: FBT003 - an op that reaches itself is one call
             out = kernel(*args, **kwargs)
@@ -107,6 +107,15 @@ def _run(
     if call is not False:
         observer.after(call, out)
     return out
+
+
+def _keep_inputs(call: Call) -> None:
+    depth = reference_depth()
+    try:
+        keep_inputs(call)
+    except BaseException:  # Ctrl-C must not leave autograd off
+        leave_references(depth)
+        raise
 
 
 # ---- while a reference runs ---------------------------------------------------------------------
@@ -175,9 +184,13 @@ class KernelCheck:
     def close(self) -> None:
         """End the run; calls that are still being checked in other threads are not written."""
         with self.pipeline.lock:
-            self._is_open = False
-            self._files.coverage(self.pipeline.ledger.coverage(), self.run_id, self.rank)
-            self._files.close()
+            was_open, self._is_open = self._is_open, False
+            try:
+                if was_open:  # else Ctrl-C, or a path that cannot be written
+                    coverage = self.pipeline.ledger.coverage()
+                    self._files.coverage(coverage, self.run_id, self.rank)
+            finally:
+                self._files.close()
         if self._files.problem:
             text = f"opcheck: the log is incomplete: {self._files.problem}"
             logger.bind(opcheck=self.run_id).warning(text)
@@ -218,20 +231,28 @@ class KernelChecks:
         """Begin afresh; an earlier run ends here."""
         with self._lock:
             self.disable()
-            check.open()
-            self._current = self._last = check
-            self.switch.enable(check.pipeline)
-            atexit.register(self.disable)
+            try:
+                check.open()
+                self._current = self._last = check
+                self.switch.enable(check.pipeline)
+                atexit.register(self.disable)
+            except BaseException:  # Ctrl-C in the middle
+                self._current = check
+                self.disable()
+                raise
 
     def disable(self) -> None:
         """End the run, if there is one."""
         with self._lock:
-            check, self._current = self._current, None
+            check = self._current
             if check is None:
                 return
-            self.switch.enable(None)
-            check.close()
-            atexit.unregister(self.disable)
+            try:
+                self.switch.enable(None)
+            finally:
+                check.close()
+                self._current = None
+                atexit.unregister(self.disable)
 
     def coverage(self) -> Coverage:
         """Of the run that is on, else of the last one."""

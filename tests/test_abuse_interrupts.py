@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from torch import nn
 import opcheck
 from modulecheck import PrecisionChecker, TensorChecker, module_register_tensor_checker
 from opcheck.exits import Exits, uncut
+from opcheck.kernelcheck import find_op, wrap_kernel
 from opcheck.outside import reference_depth
 from opcheck.records import Coverage, SkipReason
 from opcheck.report import render
@@ -249,6 +251,35 @@ def test_ctrl_c_anywhere_in_modulecheck(check: Callable[[nn.Module], str], wante
         net(X).sum().backward()
         if number % 20 == 0:  # the next one sees compiled code, and not what was left of this one
             assert check(make()[0]) == "PASS", cut.where
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ctrl_c_anywhere_while_registered_kernels_are_checked(tmp_path) -> None:
+    kernel = wrap_kernel(find_op("exp"), lambda x: x.double().exp().to(x.dtype), SWITCH)
+
+    def work() -> None:
+        opcheck.enable_precision_check(path=tmp_path / "kernels.log", max_checks=None)
+        kernel(X)
+        kernel(X)
+        opcheck.disable_precision_check()
+
+    try:
+        for _ in range(2):
+            cut = Cut(NEVER)
+            cut.run(work)
+        before = surroundings()
+        for at in places(cut.count, 80):
+            cut = Cut(at)
+            with contextlib.suppress(KeyboardInterrupt):
+                cut.run(work)
+            opcheck.disable_precision_check()
+            assert surroundings() == before, cut.where
+            assert opcheck.coverage().adds_up, cut.where
+            assert not opcheck.coverage().failed, cut.where
+    finally:
+        opcheck.disable_precision_check()
+        SWITCH.has_kernels = False
 
 
 SIGNALLED = """
