@@ -245,7 +245,8 @@ def test_ctrl_c_anywhere_in_modulecheck(check: Callable[[nn.Module], str], wante
         except KeyboardInterrupt:
             came = True
         # an interrupt inside Dynamo's comparison of backends is dropped by its C++ code
-        assert came or "hooks.py" in cut.where, cut.where
+        # code that is compiled already has fewer places
+        assert came or not cut.where or "hooks.py" in cut.where, cut.where
         assert surroundings() == before, cut.where
         assert of_module(net) == shape, cut.where
         net(X).sum().backward()
