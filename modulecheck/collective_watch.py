@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -21,15 +21,15 @@ from modulecheck.collective_rule import Digest, digest
 from modulecheck.collectives import (
     Collective,
     Part,
+    is_collective,
     is_neutral,
     is_wait,
-    namespace_of,
     parse,
     parts_got,
     wait_until_there,
 )
-from modulecheck.distributed import unwraps_itself
 from opcheck.modules import find_user_frame, spell_line
+from opcheck.tensor_kinds import unwraps_itself
 
 __all__ = ["Seen", "Watch", "bits_of"]
 
@@ -110,7 +110,7 @@ class Watch(_torch.TorchDispatchMode):
             return NotImplemented
         if self._pending and not self._arrives(func, args) and not is_neutral(func):
             self._read(_storages((*args, *kwargs.values())))
-        if not namespace_of(func).endswith(("c10d", "c10d_functional")):
+        if not is_collective(func):
             return func(*args, **kwargs)
         return self._collective(func, args, kwargs)
 
@@ -160,16 +160,7 @@ class Watch(_torch.TorchDispatchMode):
             return None
         frame = find_user_frame(sys._getframe(1), self._user_code)
         source = spell_line(frame.f_code, frame.f_lineno) if frame else ""
-        bare = Collective(
-            call.op,
-            call.kind,
-            call.group,
-            call.ranks,
-            call.reduction,
-            call.root,
-            is_awaited=call.is_awaited,
-        )
-        seen = Seen(bare, self._digests(call, call.given), source)
+        seen = Seen(replace(call, given=()), self._digests(call, call.given), source)
         self.seen.append(seen)
         return seen
 

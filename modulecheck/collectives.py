@@ -19,6 +19,7 @@ from modulecheck.distributed import group_of, wait_for
 __all__ = [
     "Collective",
     "Part",
+    "is_collective",
     "is_neutral",
     "is_wait",
     "namespace_of",
@@ -116,6 +117,11 @@ def _name_of(func: Any) -> str:
     return f"{func.namespace}.{_torch.schema_of(func).name.partition('::')[2]}"
 
 
+def is_collective(func: Any) -> bool:
+    """True for an op of a namespace of collectives; older namespaces are spelled in these."""
+    return namespace_of(func) in _NAMESPACES
+
+
 def is_wait(func: Any) -> bool:
     """The functional op after which results are there."""
     return namespace_of(func) == "_c10d_functional" and "wait_tensor" in _name_of(func)
@@ -132,7 +138,7 @@ def is_neutral(func: Any) -> bool:
 
 def parse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
     """What a call is about to do; None where it moves no data between ranks."""
-    if namespace_of(func) not in _NAMESPACES or _name_of(func) in _NO_DATA:
+    if not is_collective(func) or _name_of(func) in _NO_DATA:
         return None
     name = _name_of(func)
     kind = _KINDS.get(name, "")

@@ -26,7 +26,6 @@ __all__ = [
     "replica_key",
     "sharded_inside",
     "shared_by_ranks",
-    "unwraps_itself",
     "wait_for",
     "with_local_part",
 ]
@@ -160,11 +159,6 @@ def wait_for(out: Any) -> None:
     for item in out if isinstance(out, (list, tuple)) else (out,):
         if isinstance(item, torch.ScriptObject) and "Work" in str(item._type()):
             _torch.unbox_work()(item).wait()
-
-
-def unwraps_itself(types: tuple[type, ...]) -> bool:
-    """True for subclasses (DTensor) that dispatch what they hold again when a mode steps aside."""
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 class CollectiveError(RuntimeError):

@@ -16,8 +16,6 @@ from opcheck.exits import uncut
 __all__ = ["undisturbed", "user_hooks"]
 
 _REPARAMETRIZING = "torch.nn.utils"
-
-
 _DISTRIBUTING = "torch.distributed.tensor"
 
 

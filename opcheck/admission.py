@@ -31,9 +31,9 @@ from opcheck.policy import Described, Policy, describe, writes_overlapping
 from opcheck.records import SkipReason
 from opcheck.settings import Settings
 from opcheck.snapshots import snapshot
-from opcheck.tensor_kinds import is_plain_tensor, unwraps_itself
+from opcheck.tensor_kinds import is_plain_tensor, tensors_in, unwraps_itself
 
-__all__ = ["Admission", "count_elements", "tensors_in"]
+__all__ = ["Admission", "count_elements"]
 
 
 class Admission:
@@ -110,7 +110,7 @@ class Admission:
         site = tracker.locate()
         if site.phase != "optimizer":
             return site
-        module = tracker.owner(tensors_in(args[:1])) or tracker.owner(tensors_in(args))
+        module = tracker.owner([*tensors_in(args[:1])]) or tracker.owner([*tensors_in(args)])
         return Site(module, site.phase)
 
     def _count_higher_order(self, name: str, site: Site) -> None:
@@ -227,16 +227,6 @@ class Admission:
         elif largest > self._settings.max_numel and self._settings.large == "skip":
             return SkipReason.TOO_LARGE
         return None
-
-
-def tensors_in(args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among arguments, one level of lists included."""
-    return [
-        item
-        for value in args
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-        if isinstance(item, Tensor)
-    ]
 
 
 def count_elements(out: Any) -> int:

@@ -25,7 +25,7 @@ from opcheck import _torch
 from opcheck.calls import Call
 from opcheck.kernel_table import kernels
 from opcheck.outside import outside_everything
-from opcheck.tensor_kinds import is_plain_tensor
+from opcheck.tensor_kinds import HALF, is_plain_tensor, tensors_within
 
 __all__ = ["MAX_BYTES", "Beside"]
 
@@ -33,7 +33,6 @@ MAX_BYTES = 1 << 30
 """Of copies that wait or are being judged."""
 _WASTE = 1 << 20
 """Bytes that a view may drag along beyond twice its own."""
-_HALF = (torch.float16, torch.bfloat16)
 _QUIET_SECONDS = 1.0
 """Waiting is shown from then on."""
 
@@ -269,11 +268,7 @@ def _copied(
     None where there is no room, where a copy would not be the same, and where a value is not
     finite: what made that is asked of the live module.
     """
-    leaves = [
-        item
-        for item in _torch.tree_leaves((call.args, call.kwargs, out))
-        if isinstance(item, Tensor)
-    ]
+    leaves = list(tensors_within((call.args, call.kwargs, out)))
     storages: dict[int, Any] = {}
     wanted = 0
     for tensor in leaves:
@@ -315,5 +310,5 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     # NaN and Inf stay in a sum, so that a finite one tells of finite elements, at a thirtieth of
     # the cost of looking at each; one that is not may have run over
-    total = tensor.sum(dtype=torch.float32 if dtype in _HALF else None)
+    total = tensor.sum(dtype=torch.float32 if dtype in HALF else None)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())

@@ -23,7 +23,7 @@ from opcheck.compare import leaves_of
 from opcheck.printing import number
 from opcheck.records import Birth, OpRecord
 from opcheck.references import host_array
-from opcheck.tensor_kinds import is_plain_tensor
+from opcheck.tensor_kinds import is_plain_tensor, tensors_in
 
 __all__ = ["Births", "asks_for_nonfinite", "is_cast_to_half", "sentence"]
 
@@ -117,9 +117,7 @@ def _first_nonfinite(
 def _inputs(call: Call) -> Iterator[tuple[Param, Tensor]]:
     """The tensor arguments as they were before the call."""
     for param, value in call.traits.bound(call.args, call.kwargs):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if not (isinstance(item, Tensor) and is_plain_tensor(item)):
-                continue
+        for item in filter(is_plain_tensor, tensors_in((value,))):
             before = call.before.get(id(item))
             if not param.mutated:
                 yield param, item if before is None else before

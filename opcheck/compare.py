@@ -27,6 +27,7 @@ from opcheck.index_rules import INDEX_RULES
 from opcheck.reconstruct import RECONSTRUCTED, Identity
 from opcheck.records import Metrics, Sample, SkipReason
 from opcheck.references import Reference, Result, host_array
+from opcheck.tensor_kinds import HALF
 from opcheck.verdicts import (
     Outcome,
     Rule,
@@ -145,7 +146,7 @@ def _judged_by(
         if outcome is not None:
             outcomes.append((number, leaf, outcome))
     outcomes = _reconstructed(call, actual, outcomes, rtol, atol)
-    combined = _combine(call, outcomes, expected_from.notes)
+    combined = _combine(outcomes, expected_from.notes)
     if not combined.passed or criterion == "allclose":
         return combined
     return replace(combined, shift=_shift(call, actual, expected_from))
@@ -262,7 +263,7 @@ def _may_be_wider(call: Call, number: int, actual: torch.dtype) -> bool:
     """Statistics of 16-bit inputs, which some kernels keep in float32."""
     if number not in SAVED_STATISTICS.get(call.traits.base, ()):
         return False
-    return actual is torch.float32 or (actual in _HALF and actual in call.signature)
+    return actual is torch.float32 or (actual in HALF and actual in call.signature)
 
 
 def _benign_differences(actual: list[Leaf], expected: list[Leaf]) -> list[str]:
@@ -380,7 +381,7 @@ def allowance_of(call: Call, number: int, rule: Rule) -> Allowance | None:
         call.traits.qualified.removeprefix("aten::"),
         dtype=rule.dtype,
         output=number,
-        half_inputs=any(dtype in _HALF for dtype in call.signature[1::2]),
+        half_inputs=any(dtype in HALF for dtype in call.signature[1::2]),
     )
 
 
@@ -394,9 +395,6 @@ def _judge_number(actual: Any, expected: Any) -> Outcome | None:
             np.asarray(actual), np.asarray(float(expected)), perturbed=None, rule=rule
         )
     return None
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def rule_for(
@@ -464,7 +462,7 @@ def _shift(call: Call, actual: list[Leaf], expected: Expected) -> Shift | None:
     """Left out: what is summed in 16 bit, moves data, or is known to be weak."""
     traits = call.traits
     value = actual[0].value if actual else None
-    if not isinstance(value, Tensor) or value.dtype not in _HALF:
+    if not isinstance(value, Tensor) or value.dtype not in HALF:
         return None
     if tol.op_class(traits.base) in ("atom", "scan") or traits.name in tol.EXACT_OPS:
         return None
@@ -479,7 +477,7 @@ def _shift(call: Call, actual: list[Leaf], expected: Expected) -> Shift | None:
 # ---- the sum ------------------------------------------------------------------------------------
 
 
-def _combine(call: Call, outcomes: list[_Judged], notes: list[str]) -> Judgement:
+def _combine(outcomes: list[_Judged], notes: list[str]) -> Judgement:
     compared = sum(outcome.compared for _, _, outcome in outcomes)
     if not compared:
         return Judgement(passed=False, skip=SkipReason.NOTHING_TO_COMPARE)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from opcheck.calls import Call
 from opcheck.compare import is_missing_kernel, judge
 from opcheck.declared import DeclaredDtypes
@@ -20,11 +18,10 @@ from opcheck.references import choose
 from opcheck.sampled import Criterion, Judged
 from opcheck.selftest import Planter
 from opcheck.settings import Settings
+from opcheck.tensor_kinds import HALF
 from opcheck.tolerances import documented_tolerances
 
 __all__ = ["Comparison", "Outcome"]
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Comparison:
         rtol, atol = documented_tolerances(
             rtol=self._settings.rtol,
             atol=self._settings.atol,
-            half=any(dtype in _HALF for dtype in call.signature),
+            half=any(dtype in HALF for dtype in call.signature),
         )
         with outside_everything():
             try:

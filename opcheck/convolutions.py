@@ -92,13 +92,13 @@ def _pick(space: Space, count: int, rng: np.random.Generator) -> Pick:
 def _images(call: Call) -> Space:
     names = ["input", "grad_output"] if call.traits.base == "convolution_backward" else ["input"]
     size = argument(call, "input").shape[0]
-    changes = _mask(call, 0) if len(names) == 2 else {}
+    changes = _mask(0) if len(names) == 2 else {}
     return Space(
         sizes=(size,), tensors=dict.fromkeys(names, (0,)), outputs={0: (0,)}, changes=changes
     )
 
 
-def _mask(call: Call, *outputs: int) -> dict[str, Any]:
+def _mask(*outputs: int) -> dict[str, Any]:
     return {"output_mask": lambda n: [number in outputs for number in range(3)]}
 
 
@@ -143,7 +143,7 @@ def _backward_blocks(call: Call, rng: np.random.Generator) -> Iterator[list[Pick
 
 def _rows_of_weight(call: Call, outputs: list[int]) -> Space:
     """Output channels of the gradients of weight (1) or bias (2)."""
-    changes = _mask(call, *outputs)
+    changes = _mask(*outputs)
     if 2 in outputs:
         changes["bias_sizes"] = lambda n: [n]
     return Space(

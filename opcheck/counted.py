@@ -163,9 +163,8 @@ def _unique(call: Call, results: tuple[Tensor, ...]) -> Iterator[_Claim]:
             at = np.minimum(np.searchsorted(ordered, elements), values.size - 1)
             yield _Claim(0, "each element is among the values", ordered[at], elements, start)
             used += np.bincount(at, minlength=values.size)
-        used[np.isnan(ordered)] = (
-            1  # each NaN is a value of its own, and all are found at the first
-        )
+        # each NaN is a value of its own, and the search finds all of them at the first
+        used[np.isnan(ordered)] = 1
     if results[2].numel():
         yield _Claim(2, "counts", host_array(results[2]), used)
     yield _Claim(0, "each value is an element", used > 0, np.ones(values.size, dtype=bool))

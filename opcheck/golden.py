@@ -19,7 +19,7 @@ from opcheck.global_hooks import modules_undisturbed
 from opcheck.golden_rules import wider
 from opcheck.outside import outside_everything
 from opcheck.records import SkipReason
-from opcheck.tensor_kinds import is_plain_tensor
+from opcheck.tensor_kinds import is_plain_tensor, tensors_within
 
 __all__ = [
     "CannotRunAgainError",
@@ -68,8 +68,8 @@ class _Trace(_torch.TorchDispatchMode):
         if self.refused:
             raise CannotRunAgainError(self.refused)
         out = func(*args, **kwargs)
-        given = {_memory(leaf) for leaf in _tensors((args, kwargs))}
-        self._own |= {_memory(leaf) for leaf in _tensors(out)} - given
+        given = {_memory(leaf) for leaf in tensors_within((args, kwargs))}
+        self._own |= {_memory(leaf) for leaf in tensors_within(out)} - given
         # a later in-place op must not rewrite what this one gave
         self.ops.append((func, _torch.tree_map(_copied, out)))
         return out
@@ -81,13 +81,11 @@ class _Trace(_torch.TorchDispatchMode):
         if traits.skip is SkipReason.SIDE_EFFECT:
             return f"it calls {traits.name}, which acts outside the module"
         for param, value in traits.bound(args, kwargs):
-            if param.mutated and any(_memory(leaf) not in self._own for leaf in _tensors(value)):
+            if param.mutated and any(
+                _memory(leaf) not in self._own for leaf in tensors_within(value)
+            ):
                 return f"{traits.name} writes to a tensor that is no parameter, buffer or input"
         return ""
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _memory(tensor: Tensor) -> int:
@@ -135,7 +133,7 @@ def run_module(
         lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
     )
     holder = _Forward(module)
-    with _quietly(module), _Trace([*state.values(), *_tensors((args, kwargs))]) as trace:
+    with _quietly(module), _Trace([*state.values(), *tensors_within((args, kwargs))]) as trace:
         out = torch.func.functional_call(
             holder, {f"inner.{name}": tensor for name, tensor in state.items()}, args, kwargs
         )

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from opcheck.births import asks_for_nonfinite
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call
@@ -16,6 +14,7 @@ from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.nonfinite import Born, is_finite, judge_origin
 from opcheck.outside import is_ours, outside_everything, reference_depth
 from opcheck.records import OpRecord, Verdict
+from opcheck.tensor_kinds import tensors_in
 
 __all__ = ["can_hold", "made_nonfinite", "with_origin"]
 
@@ -25,10 +24,7 @@ def made_nonfinite(call: Call, out: Any, found: Judgement) -> bool:
     if not (found.passed and found.nonfinite) or asks_for_nonfinite(call):
         return False
     inputs = [
-        call.before.get(id(item), item)
-        for value in (*call.args, *call.kwargs.values())
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-        if isinstance(item, Tensor)
+        call.before.get(id(item), item) for item in tensors_in((*call.args, *call.kwargs.values()))
     ]
     written = [] if not call.traits.mutates else list(call.args)
     return is_finite(inputs) and not is_finite((out, written))
@@ -51,9 +47,7 @@ def with_origin(
     depth = reference_depth()
     try:
         with tracker.looking_away(), outside_everything():
-            born = judge_origin(
-                frame, kwargs, output, record.op, record.occurrence, tracker.random_calls
-            )
+            born = judge_origin(frame, kwargs, output, record.op, tracker.random_calls)
     except BaseException as error:
         if not is_ours(error, depth):
             raise

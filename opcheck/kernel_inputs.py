@@ -18,6 +18,7 @@ from opcheck.compare import Judgement
 from opcheck.outside import outside_everything
 from opcheck.references import host_array
 from opcheck.snapshots import copy_strided, snapshot
+from opcheck.tensor_kinds import tensors_in
 
 __all__ = ["keep_inputs", "keep_whole", "with_changed_inputs"]
 
@@ -76,9 +77,8 @@ def _with_shared_results(call: Call, out: Any, found: Judgement) -> Judgement:
 
 def _tensors(call: Call) -> Iterator[tuple[Param, Tensor]]:
     for param, value in call.traits.bound(call.args, call.kwargs):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor):
-                yield param, item
+        for item in tensors_in((value,)):
+            yield param, item
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -48,7 +48,6 @@ def judge_origin(
     kwargs: Mapping[str, Any],
     output: Any,
     op: str,
-    occurrence: int,
     random_calls: int,
 ) -> Born:
     """Decide on the first call of a module that made a non-finite value of finite ones."""
@@ -68,7 +67,7 @@ def judge_origin(
         )
     if not is_finite(golden_out):
         return Born(failed=False, text=f"{made}; so does {where} in float64")
-    return Born(failed=True, text=_story(op, occurrence, where, same, golden))
+    return Born(failed=True, text=_story(op, where, same, golden))
 
 
 def _hindrance(
@@ -92,7 +91,7 @@ def _hindrance(
     return ""
 
 
-def _story(op: str, occurrence: int, where: str, same: OpTrace, golden: OpTrace) -> str:
+def _story(op: str, where: str, same: OpTrace, golden: OpTrace) -> str:
     """Which op lost the value, which made it non-finite, and what float64 has there."""
     lost = bad = origin = ""
     for (func, actual), (other, expected) in zip(same, golden, strict=False):

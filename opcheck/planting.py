@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opcheck.arrays import Array
 from opcheck.calls import Call
+from opcheck.tensor_kinds import HALF
 
 __all__ = ["FAULTS", "Fault", "Subject"]
 
@@ -33,7 +34,6 @@ _WRONG_DTYPE = MappingProxyType(
     }
 )
 _NO_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)
-_HALF = (torch.float16, torch.bfloat16)
 _BIAS_OF = MappingProxyType(
     {"addmm": "self", "addmv": "self", "convolution": "bias", "native_layer_norm": "bias"}
 )
@@ -192,7 +192,7 @@ def _sums_in_half(subject: Subject) -> Tensor | None:
 
 def _truncated(subject: Subject) -> Tensor | None:
     """Rounded towards zero and not to nearest; in 32 bit no rule could tell."""
-    golden = subject.golden() if subject.value.dtype in _HALF else None
+    golden = subject.golden() if subject.value.dtype in HALF else None
     if golden is None or golden.dtype.kind != "f" or golden.shape != tuple(subject.value.shape):
         return None
     exact = torch.from_numpy(np.ascontiguousarray(golden))

@@ -17,7 +17,7 @@ from opcheck.calls import Call, OpTraits, traits_of
 from opcheck.globs import module_matches, op_matches
 from opcheck.records import OpRecord, SkipReason, Verdict
 from opcheck.settings import Settings
-from opcheck.tensor_kinds import is_plain_tensor
+from opcheck.tensor_kinds import is_plain_tensor, tensors_in
 
 __all__ = ["Described", "KernelPolicy", "Policy", "describe", "writes_overlapping"]
 
@@ -103,12 +103,8 @@ def writes_overlapping(call: Call) -> bool:
     """
     if not call.traits.mutates:
         return False
-    for param, value in call.traits.bound(call.args, call.kwargs):
-        if param.mutated:
-            items = value if isinstance(value, (list, tuple)) else (value,)
-            if any(isinstance(item, Tensor) and _overlaps(item) for item in items):
-                return True
-    return False
+    bound = call.traits.bound(call.args, call.kwargs)
+    return any(map(_overlaps, tensors_in(value for param, value in bound if param.mutated)))
 
 
 def _overlaps(tensor: Tensor) -> bool:

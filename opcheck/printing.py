@@ -148,6 +148,10 @@ class Style:
             empty = False
         return [*lines, current.rstrip()]
 
+    def field(self, name: str, text: str) -> list[str]:
+        """A name and what it is, the name in a column of its own; nothing for an empty text."""
+        return self.wrap(text, " " * 13, f"  {name:<11}") if text else []
+
     def table(
         self,
         head: Sequence[str],

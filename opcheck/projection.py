@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opcheck.arrays import Array
 from opcheck.passes import Blocks, Scratch, float32_is_exact, sums_and_norms, sums_and_rows, times
+from opcheck.tensor_kinds import HALF
 
 __all__ = ["Product", "Projection", "Residual", "project", "random_signs", "residual_of"]
 
@@ -35,7 +36,6 @@ _EPS = {
     torch.float32: 2.0**-23,
     torch.float64: 2.0**-52,
 }
-_HALF = (torch.float16, torch.bfloat16)
 
 SUSPECT = 6.0
 """A residual of so many times its rounding scale is looked at: no correct one of 2,530 was."""
@@ -74,7 +74,7 @@ class Product:
     @property
     def is_half(self) -> bool:
         """The result has 16 bits."""
-        return self.y.dtype in _HALF
+        return self.y.dtype in HALF
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -256,7 +256,7 @@ def residual_of(
         other_hardware: see `Product`.
         block: columns in a block.
     """
-    half = dtype in _HALF
+    half = dtype in HALF
     unit = 2.0**-53 if dtype is torch.float64 else 2.0**-24
     summing = 9.0 * unit**2 * (depth / 6.0 + 8.0)
     if other_hardware:  # accumulators of tensor cores truncate: 2^-24 for every 16 terms

@@ -35,6 +35,7 @@ from opcheck.kernel_table import call_kernel, decomposition, kernels
 from opcheck.records import SkipReason
 from opcheck.recurrent import FORMULAS
 from opcheck.snapshots import same_dtype, to_host, widened_like
+from opcheck.tensor_kinds import HALF, tensors_in
 
 __all__ = [
     "Reference",
@@ -45,7 +46,6 @@ __all__ = [
 ]
 
 
-_HALF = (torch.float16, torch.bfloat16)
 _NUMBERS = ("scalar", "scalars", "tensor")
 """Kinds of parameters that take Python numbers."""
 
@@ -121,7 +121,7 @@ class Reference:
         `x + 0.3` of bfloat16 adds 0.30078125 on the CPU and 0.3 on a GPU. Only float64 judges then.
         """
         call = self.call
-        if not self.has_baseline or _computing_dtype(call) not in _HALF:
+        if not self.has_baseline or _computing_dtype(call) not in HALF:
             return None
         for param, value in call.traits.bound(call.args, call.kwargs):
             numbers = value if isinstance(value, (list, tuple)) else (value,)
@@ -366,12 +366,11 @@ def _computing_dtype(call: Call) -> torch.dtype | None:
         named: torch.dtype = call.out_dtype
         return named
     found: torch.dtype | None = None
-    for value in call.args:
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor) and _is_inexact(tensor.dtype):
-                dtype = tensor.dtype
-                found = dtype if found is None else torch.promote_types(found, dtype)
-    if found in (torch.float16, torch.bfloat16) and (
+    for tensor in tensors_in(call.args):
+        dtype = tensor.dtype
+        if _is_inexact(dtype):
+            found = dtype if found is None else torch.promote_types(found, dtype)
+    if found in HALF and (
         call.traits.base.rstrip("_").removeprefix("_foreach_") in SCALARS_IN_FLOAT32
     ):
         return torch.float32

@@ -32,7 +32,7 @@ from opcheck.outside import as_in_the_step, outside_everything
 from opcheck.records import RepeatDifference, SkipReason
 from opcheck.references import host_array
 from opcheck.switch import SWITCH
-from opcheck.tensor_kinds import is_plain_tensor
+from opcheck.tensor_kinds import is_plain_tensor, tensors_within
 
 __all__ = ["REPEATED_UNCHECKED", "Repeat", "Repeats"]
 
@@ -90,7 +90,7 @@ class Repeats:
         """About to run: keep what the second run needs, if there will be one."""
         if call.skipped is not None and not call.skipped.is_computation:
             return
-        if call.skipped is SkipReason.SIDE_EFFECT and next(_all_tensors(call.args), None) is None:
+        if call.skipped is SkipReason.SIDE_EFFECT and next(tensors_within(call.args), None) is None:
             return  # a mark for the profiler
         with self._lock:
             reason = self._hindrance(call)
@@ -159,7 +159,7 @@ class Repeats:
     def _hindrance(self, call: Call) -> str:
         if call.skipped is not None and call.skipped not in REPEATED_UNCHECKED:
             return str(call.skipped)
-        tensors = list(_all_tensors((call.args, call.kwargs)))
+        tensors = list(tensors_within((call.args, call.kwargs)))
         if not all(map(is_plain_tensor, tensors)):
             return str(SkipReason.UNSUPPORTED_TYPE)
         if any(tensor.numel() > self._max_numel for tensor in tensors):
@@ -178,10 +178,6 @@ class Repeats:
 # ---- before -------------------------------------------------------------------------------------
 
 
-def _all_tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _written(call: Call, args: Any, kwargs: Any) -> list[Any]:
     bound = call.traits.bound(args, kwargs)
     return [value for param, value in bound if param.mutated and value is not None]
@@ -190,11 +186,12 @@ def _written(call: Call, args: Any, kwargs: Any) -> list[Any]:
 def _copies(call: Call) -> dict[int, Tensor]:
     """Copies, on the device, of what the op writes to and of all that shares its memory."""
     written = {
-        _torch.memory_of(tensor) for tensor in _all_tensors(_written(call, call.args, call.kwargs))
+        _torch.memory_of(tensor)
+        for tensor in tensors_within(_written(call, call.args, call.kwargs))
     }
     copies: dict[int, Tensor] = {}
     storages: dict[int, Any] = {}
-    for tensor in _all_tensors((call.args, call.kwargs)) if written else ():
+    for tensor in tensors_within((call.args, call.kwargs)) if written else ():
         storage = tensor.untyped_storage()
         if _torch.storage_id(storage) not in written or id(tensor) in copies:
             continue
@@ -213,7 +210,7 @@ def _states(call: Call) -> list[tuple[Any, Tensor]]:
         for leaf in _torch.tree_leaves((call.args, call.kwargs))
         if isinstance(leaf, torch.Generator)
     ]
-    devices = {tensor.device.type for tensor in _all_tensors((call.args, call.kwargs))}
+    devices = {tensor.device.type for tensor in tensors_within((call.args, call.kwargs))}
     device = call.kwargs.get("device")
     devices |= {"cpu"} if device is None else {"cpu", torch.device(device).type}
     sources += sorted(devices - {"meta"})

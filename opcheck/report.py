@@ -196,20 +196,15 @@ def _rank_lines(run: Run, style: Style) -> list[str]:
         others = spans(set(run.ranks) - failing)
         noun = "rank" if len(failing) == 1 else "ranks"
         text = f"on {only}{noun} {spans(failing)}; not on {others}"
-    lines = _field("ranks", text, style)
+    lines = style.field("ranks", text)
     differences = run.rank_differences()
     if differences:
-        lines += _field(
+        lines += style.field(
             "",
             f"ranks differ in what they called: {len(differences):,} ops;"
             f" first: {style.text(differences[0])}",
-            style,
         )
     return lines
-
-
-def _field(name: str, text: str, style: Style) -> list[str]:
-    return style.wrap(text, " " * 13, f"  {name:<11}") if text else []
 
 
 def call_lines(record: OpRecord, style: Style) -> list[str]:
@@ -217,42 +212,42 @@ def call_lines(record: OpRecord, style: Style) -> list[str]:
     metrics = record.metrics
     rank = f", rank {record.rank}" if record.rank else ""
     where = f"{style.text(record.phase)}, step {record.step}, call {record.index}{rank}"
-    lines = _field("op", style.text(record.op), style)
-    lines += _field("module", f"{_module(record, style)} ({where})", style)
-    lines += _field("source", style.text(record.source), style)
-    lines += _field("worst", _worst(record, style), style)
+    lines = style.field("op", style.text(record.op))
+    lines += style.field("module", f"{_module(record, style)} ({where})")
+    lines += style.field("source", style.text(record.source))
+    lines += style.field("worst", _worst(record))
     if metrics.num_elements:
         text = f"{metrics.num_out:,} of {metrics.num_elements:,} beyond what is allowed"
         if metrics.num_nonfinite:
             text += f"; {metrics.num_nonfinite:,} differ in being NaN or infinite"
-        lines += _field("elements", text, style)
+        lines += style.field("elements", text)
     if record.sample is not None:
-        lines += _field("looked at", _looked_at(record.sample), style)
-    lines += _field("rmse", _rmse(record), style)
+        lines += style.field("looked at", _looked_at(record.sample))
+    lines += style.field("rmse", _rmse(record))
     documented = (
         f"max_abs {metrics.max_abs:.3e}, mean_abs {metrics.mean_abs:.3e},"
         f" max_rel {metrics.max_rel:.3e}"
     )
     if metrics.expected_rms is not None:
         documented += f"; rms of the expected values {metrics.expected_rms:.3e}"
-    lines += _field("errors", documented, style)
+    lines += style.field("errors", documented)
     if record.blame is not None:
         blame = record.blame
         text = f"{blame.word}: born here {blame.born:.2e}, inherited {blame.inherited:.2e}, total"
         text += f" {blame.total:.2e}, in the worst input {blame.inputs:.2e} (shares of the expected"
-        lines += _field("blame", style.text(f"{text} size)"), style)
+        lines += style.field("blame", style.text(f"{text} size)"))
     if record.repeats is not None:
         text = "gave the same bits again" if record.repeats else "did NOT give the same bits again"
-        lines += _field("repeat", text, style)
+        lines += style.field("repeat", text)
     for name, values in (("inputs", record.inputs), ("outputs", record.outputs)):
-        lines += _field(name, style.text(", ".join(values)), style)
+        lines += style.field(name, style.text(", ".join(values)))
     judged = f"{record.criterion}, against {record.reference}"
     if record.criterion == "allclose":
         judged += f", rtol={record.rtol!r}, atol={record.atol!r}"
-    lines += _field("judged by", style.text(judged), style)
-    lines += _field("reason", style.text(record.reason, 1000), style)
+    lines += style.field("judged by", style.text(judged))
+    lines += style.field("reason", style.text(record.reason, 1000))
     for note in record.notes:
-        lines += _field("note", style.text(note, 1000), style)
+        lines += style.field("note", style.text(note, 1000))
     return lines
 
 
@@ -263,7 +258,7 @@ def _looked_at(sample: Sample) -> str:
     return text + f", {100 * sample.share:.3g}% of the elements; the rest was not looked at)"
 
 
-def _worst(record: OpRecord, style: Style) -> str:
+def _worst(record: OpRecord) -> str:
     metrics = record.metrics
     text = f"q {number(metrics.q)}"
     if metrics.worst_index is not None:
@@ -296,10 +291,10 @@ def render_call(record: OpRecord, style: Style) -> list[str]:
     if record.metrics.allclose is not None:
         word = "holds" if record.metrics.allclose else "does not hold"
         text = f"{word} (rtol={record.rtol!r}, atol={record.atol!r}), whichever criterion judges"
-        lines += _field("allclose", text, style)
-    lines += _field("occurrence", f"{record.occurrence} of this op in step and module", style)
+        lines += style.field("allclose", text)
+    lines += style.field("occurrence", f"{record.occurrence} of this op in step and module")
     if record.run_id:
-        lines += _field("run", f"{style.text(record.run_id)}, rank {record.rank}", style)
+        lines += style.field("run", f"{style.text(record.run_id)}, rank {record.rank}")
     if record.error is not None:
         lines.append("  opcheck's own error:")
         lines += [f"    {style.text(line)}" for line in record.error.split("\n")]
@@ -348,9 +343,9 @@ def _first_error(run: Run, style: Style) -> list[str]:
     if record is None:
         return []
     lines = [_title("checking crashed (opcheck's own error, not the program's), first:", style)]
-    lines += _field("op", style.text(record.op), style)
-    lines += _field("module", f"{_module(record, style)} (call {record.index})", style)
-    lines += _field("error", style.text((record.error or "").strip().split("\n")[-1]), style)
+    lines += style.field("op", style.text(record.op))
+    lines += style.field("module", f"{_module(record, style)} (call {record.index})")
+    lines += style.field("error", style.text((record.error or "").strip().split("\n")[-1]))
     return lines
 
 

@@ -54,9 +54,6 @@ def nonfinite_lines(coverage: Coverage, style: Style) -> list[str]:
     if birth is None:
         return []
 
-    def field(name: str, text: str) -> list[str]:
-        return style.wrap(text, " " * 13, f"  {name:<11}") if text else []
-
     module = style.text(birth.module) or "<root>"
     where = f"{style.text(birth.phase)}, step {birth.step}, call {birth.index}"
     place = f" at [{', '.join(map(str, birth.place))}]"
@@ -70,13 +67,13 @@ def nonfinite_lines(coverage: Coverage, style: Style) -> list[str]:
     if birth.arrived:
         title = "first NaN seen: it came with the inputs, made where no call was checked"
     lines = [style.paint(title, "bold")]
-    lines += field("op", style.text(birth.op))
-    lines += field("module", f"{module} ({where})")
-    lines += field("source", style.text(birth.source))
-    lines += field("value", f"{style.text(birth.value)}{place}")
+    lines += style.field("op", style.text(birth.op))
+    lines += style.field("module", f"{module} ({where})")
+    lines += style.field("source", style.text(birth.source))
+    lines += style.field("value", f"{style.text(birth.value)}{place}")
     for number, text in enumerate(birth.inputs):
-        lines += field("inputs" if not number else "", style.text(text, 1000))
-    return lines + field("verdict", f"the call {judged}")
+        lines += style.field("inputs" if not number else "", style.text(text, 1000))
+    return lines + style.field("verdict", f"the call {judged}")
 
 
 def overhead_text(share: Overhead) -> str:

@@ -30,7 +30,7 @@ from opcheck.reconstruct import RECONSTRUCTED
 from opcheck.records import Blame, SkipReason
 from opcheck.references import Reference, Result, host_array, in_float64
 from opcheck.snapshots import to_host
-from opcheck.tensor_kinds import is_plain_tensor
+from opcheck.tensor_kinds import is_plain_tensor, tensors_in, tensors_within
 
 __all__ = ["Shadow", "is_followed", "worded"]
 
@@ -336,16 +336,14 @@ def _inexact(value: Any) -> Iterator[Tensor]:
 
 def _tensors(call: Call) -> Iterator[tuple[Param, Tensor]]:
     for param, value in call.traits.bound(call.args, call.kwargs):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor) and is_plain_tensor(item):
+        for item in tensors_in((value,)):
+            if is_plain_tensor(item):
                 yield param, item
 
 
 def _all_tensors(call: Call) -> Iterator[Tensor]:
     """Nested lists included: collectives take lists of lists."""
-    for leaf in _torch.tree_leaves((call.args, call.kwargs)):
-        if isinstance(leaf, Tensor) and is_plain_tensor(leaf):
-            yield leaf
+    return filter(is_plain_tensor, tensors_within((call.args, call.kwargs)))
 
 
 def _written(call: Call) -> list[Any]:

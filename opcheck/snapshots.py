@@ -10,6 +10,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.calls import Call, Param
 from opcheck.golden_rules import READS_STORAGE
+from opcheck.tensor_kinds import tensors_in
 
 __all__ = ["cloned_together", "copy_strided", "same_dtype", "snapshot", "to_host", "widened_like"]
 
@@ -23,9 +24,7 @@ def snapshot(call: Call) -> None:
     by_storage: dict[int, list[Tensor]] = {}
     written: set[int] = set()
     for param, value in traits.bound(call.args, call.kwargs):
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in tensors_in((value,)):
             storage = _torch.memory_of(tensor)
             group = by_storage.setdefault(storage, [])
             if all(tensor is not item for item in group):

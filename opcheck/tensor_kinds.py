@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opcheck import _torch
 
-__all__ = ["held_tensors", "is_plain_tensor", "unwraps_itself"]
+__all__ = [
+    "HALF",
+    "held_tensors",
+    "is_plain_tensor",
+    "tensors_in",
+    "tensors_within",
+    "unwraps_itself",
+]
+
+HALF = (torch.float16, torch.bfloat16)
+"""Floating dtypes of 16 bits."""
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -46,3 +58,16 @@ def held_tensors(tensor: Tensor) -> list[Tensor]:
     if type(tensor) in _PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, one level of lists included, as operator schemas have them."""
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """The tensors among the leaves of a nested value, once for each place."""
+    return (leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Tensor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,5 +42,5 @@ def write_new(path: Path, write: Callable[[BinaryIO], object]) -> None:
         OSError: it cannot be written; nothing is left behind.
     """
     if path.exists() or path.is_symlink():
-        raise FileExistsError(17, "File exists", str(path))
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     write_atomically(path, write)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call
 from opcheck.compare import Judgement
@@ -22,6 +21,7 @@ from opcheck.records import SkipReason
 from opcheck.references import host_array
 from opcheck.sampled import Criterion, Judged, judge_parts, sample_of
 from opcheck.slices import Part, part_of
+from opcheck.tensor_kinds import tensors_within
 from opcheck.tolerances import op_class
 from opcheck.verdicts import Outcome, Rule, judge_allclose, judge_exact, judge_golden
 
@@ -190,7 +190,7 @@ def _judge_terms(call: Call, out: Tensor, name: str, criterion: Criterion) -> Ou
 
 
 def _judged(call: Call, out: Any, outcome: Outcome, criterion: Criterion) -> Judged:
-    count = sum(leaf.numel() for leaf in _torch.tree_leaves(call.args) if isinstance(leaf, Tensor))
+    count = sum(leaf.numel() for leaf in tensors_within(call.args))
     sample = sample_of(
         "exact_full", out, criterion.seed, f"all {count:,} elements summed in float64",
         covers_all=True,
