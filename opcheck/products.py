@@ -171,9 +171,9 @@ def _judge_product(
         if reason:
             return _failed(exact, residual, reason, limit, has_element=False)
     if outcome.passed:
-        notes = exact.notes
+        notes: tuple[str, ...] = ()
         if residual.num_nonfinite:
-            notes += (
+            notes = (
                 f"{residual.num_nonfinite:,} of {residual.z.size:,} sums are not finite: what they"
                 " cover rests on the rows that were computed again",
             )

@@ -135,17 +135,15 @@ def partial_sums_in_sixteen_bit(a, b, parts):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_many_partial_sums_that_cancel_pass_by_a_named_allowance(dtype):
+def test_many_partial_sums_that_cancel_pass(dtype):
     a, b = factors("cancelling", dtype)
     y = partial_sums_in_sixteen_bit(a, b, 32)
     found = judged(a, b, y, on_device=True)
     assert found.passed, found.reason
-    assert any("a named allowance applies: split-K" in note for note in found.notes)
-    assert not judged(a, b, y).passed  # the CPU keeps them in float32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_allowance_for_partial_sums_does_not_hide_faults(dtype):
+def test_faults_beside_partial_sums_in_sixteen_bit_are_found(dtype):
     for data in ("normal", "cancelling"):
         a, b = factors(data, dtype)
         y = partial_sums_in_sixteen_bit(a, b, 4)
