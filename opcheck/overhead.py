@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -33,6 +34,8 @@ Place = tuple[str, str, tuple[Hashable, ...]]
 
 FIRST, RARE, LEAST, REST = range(4)
 """Values, the highest first."""
+TURNS = 10
+"""Steps for which a place that was seen is waited for: steps of several kinds take turns."""
 RARELY = 3
 """Checks of a signature below which it counts as rare."""
 BASE_SECONDS = 2e-4
@@ -157,10 +160,14 @@ class OverheadBudget:
         self._at_step = (0.0, 0.0, 0.0, 0.0)
         """Elapsed, clocked, hidden and counting seconds when the present step began."""
         self._num_rests = 0
+        self._tosses = random.Random(0)  # noqa: S311 - no secret; nobody else's generator
+        self._rests_on = False
+        """One step more is left alone: steps of several kinds that take turns (two optimizers)
+        would else meet rests of an even rhythm, and one kind be never seen."""
         self._op_seconds = 0.0
         self._step = 0
         self._level = 0
-        """Every place seen in the last step was checked so many times."""
+        """Every place seen lately was checked so many times."""
         self._places: dict[Place, _Known] = {}
         self._attempts: Counter[tuple[Hashable, ...]] = Counter()
         self._rates: dict[Hashable, float] = {}
@@ -172,7 +179,7 @@ class OverheadBudget:
         self.waited = 0.0
         """Seconds in which the step's thread did nothing but wait for workers."""
         self._waiting = _Waiting()
-        """Dropped in this step or the last."""
+        """Dropped lately."""
 
     # ---- time ----
 
@@ -266,7 +273,9 @@ class OverheadBudget:
         if beyond < 0 or beyond < self._reserve(value):
             known.was_dropped = True
             self.dropped = place
-            if value != REST:
+            if value == REST:  # it may have been of more value when it was dropped before
+                self._waiting.remove(place)
+            else:
                 self._waiting.add(place, value, estimate)
             return False
         known.attempts += 1
@@ -318,18 +327,21 @@ class OverheadBudget:
 
     def end_step(self) -> None:
         """Who was waited for and did not come is waited for no more."""
-        seen = [known for known in self._places.values() if known.last_step == self._step]
+        since = self._step - TURNS
+        seen = [known for known in self._places.values() if known.last_step > since]
         self._level = min((known.attempts for known in seen), default=self._level)
-        self._waiting.keep(lambda place: self._places[place].last_step == self._step)
+        self._waiting.keep(lambda place: self._places[place].last_step > since)
         self._step += 1
         elapsed, clocked, hidden, counting = self._since_last_step()
         self._times.observed(seconds=elapsed - clocked, hidden=hidden, counting=counting)
+        self._rests_on = False
 
     def end_rest(self) -> None:
         """A step ended that nobody looked at: who was waited for is still waited for."""
         self._num_rests += 1
         elapsed, clocked, *_ = self._since_last_step()
         self._times.rested(elapsed - clocked)
+        self._rests_on = self._tosses.random() < 0.5
 
     def _since_last_step(self) -> list[float]:
         now = (self._elapsed_seconds, self._clocked, self._hidden, self._spent - self._checking)
@@ -351,6 +363,8 @@ class OverheadBudget:
         income = self.ratio * self._times.own
         if not self.may_rest or counting is None or income >= 2 * counting:
             return False
+        if self._rests_on:
+            return True
         best = min((value for value, _ in self._waiting.values()), default=REST)
         wanted = min((cost for value, cost in self._waiting.values() if value == best), default=0.0)
         return self.balance + income < counting + max(counting, wanted)

@@ -217,6 +217,42 @@ def test_where_looking_is_cheap_no_step_is_left_alone():
     assert step.checked["head", "attention"] >= 1
 
 
+def turns(num: int, *, cost: float):
+    """Steps of several kinds, each with modules of its own, as of two optimizers."""
+    return [
+        [(f"net{kind}.{module}", op, own, price) for module, op, own, price in layers(6, cost=cost)]
+        for kind in range(num)
+    ]
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3, 4])
+@pytest.mark.parametrize("ratio", [0.15, 0.2])
+def test_steps_that_take_turns_are_looked_at_alike(num_kinds, ratio):
+    """Rests of an even rhythm met the same kind for ever: 297 looks at one, 4 at the other."""
+    step, looks = Step(ratio, counting=0.0015), Counter()
+    kinds = turns(num_kinds, cost=0.004)
+    for number in range(400):
+        step.run(kinds[number % num_kinds], 1)
+        looks[number % num_kinds] += step.modes[-1] == "looks"
+    assert min(looks.values()) >= 0.4 * max(looks.values()) > 0
+    counts = [step.checked[module, op] for calls in kinds for module, op, *_ in calls]
+    assert 3 * min(counts) + 3 >= max(counts)
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3])
+@pytest.mark.parametrize("ratio", [0.15, 0.3])
+def test_no_place_of_steps_that_take_turns_is_starved(num_kinds, ratio):
+    """What waited was forgotten in every other step, or kept a value that it had no more."""
+    step = Step(ratio, counting=0.0015)
+    kinds = turns(num_kinds, cost=0.05)
+    for number in range(400):
+        step.run(kinds[number % num_kinds], 1)
+    counts = [step.checked[module, op] for calls in kinds for module, op, *_ in calls]
+    assert min(counts) >= 1
+    assert 3 * min(counts) + 3 >= max(counts)
+    assert step.share <= 1.1 * ratio
+
+
 def test_an_expensive_first_call_is_saved_for_in_steps_left_alone():
     step = Step(0.1, counting=0.001)
     step.run([*layers(8, cost=0.02), ("head", "attention", 0.01, 1.0)], 200)
