@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from opcheck._torch import TorchDispatchMode
 from opcheck.modes import active_modes, is_innermost, take_off
 from opcheck.switch import SWITCH, Observer
@@ -26,6 +28,7 @@ class CheckMode(TorchDispatchMode):
         self._observer = observer
         self._pid = os.getpid()
         self._has_left = False
+        self._inference = torch.is_inference_mode_enabled()
         self._left_behind: list[Any] = []
         """The modes that were below when this one left."""
 
@@ -48,12 +51,22 @@ class CheckMode(TorchDispatchMode):
         """Leave, also from below modes that were entered later (generators, async tasks)."""
         take_off(self)
 
+    @property
+    def may_move(self) -> bool:
+        """Getting on and off the stack has effect, also on what follows.
+
+        The end of `torch.inference_mode` puts the thread's dispatch keys back as they were at its
+        beginning: a mode that came inside of it would see nothing, and after one that left the
+        next op would abort.
+        """
+        return torch.is_inference_mode_enabled() == self._inference
+
     def leave(self) -> bool:
         """Get off the stack before the context ends; True when nothing is seen from now on.
 
         Only from the top: a mode that was entered later keeps its place, and so does this one.
         """
-        if not self._has_left and is_innermost(self):
+        if not self._has_left and self.may_move and is_innermost(self):
             self.__exit__(None, None, None)
             self.stay_off()
         return self._has_left
@@ -68,7 +81,7 @@ class CheckMode(TorchDispatchMode):
 
         Only where the stack is as it was: whoever entered since takes off what is on top.
         """
-        if self._has_left and active_modes() == self._left_behind:
+        if self._has_left and self.may_move and active_modes() == self._left_behind:
             self.__enter__()
         return not self._has_left
 

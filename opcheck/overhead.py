@@ -128,6 +128,26 @@ class _Waiting:
         return -heap[0][0] if heap else 0.0
 
 
+class _Rhythm:
+    """Rests that last one step more at random.
+
+    Steps of several kinds take turns (two optimizers). Rests of an even rhythm would meet the same
+    kind again and again, and another one never be seen.
+    """
+
+    def __init__(self) -> None:
+        self._tosses = random.Random(0)
+        self.rests_on = False
+
+    def looked(self) -> None:
+        """A step was looked at."""
+        self.rests_on = False
+
+    def rested(self) -> None:
+        """A step was left alone."""
+        self.rests_on = self._tosses.random() < 0.5
+
+
 class OverheadBudget:
     """Of one session. Decides from seconds alone: the same call gets the same verdict anyway.
 
@@ -160,10 +180,7 @@ class OverheadBudget:
         self._at_step = (0.0, 0.0, 0.0, 0.0)
         """Elapsed, clocked, hidden and counting seconds when the present step began."""
         self._num_rests = 0
-        self._tosses = random.Random(0)  # noqa: S311 - no secret; nobody else's generator
-        self._rests_on = False
-        """One step more is left alone: steps of several kinds that take turns (two optimizers)
-        would else meet rests of an even rhythm, and one kind be never seen."""
+        self._rhythm = _Rhythm()
         self._op_seconds = 0.0
         self._step = 0
         self._level = 0
@@ -334,14 +351,14 @@ class OverheadBudget:
         self._step += 1
         elapsed, clocked, hidden, counting = self._since_last_step()
         self._times.observed(seconds=elapsed - clocked, hidden=hidden, counting=counting)
-        self._rests_on = False
+        self._rhythm.looked()
 
     def end_rest(self) -> None:
         """A step ended that nobody looked at: who was waited for is still waited for."""
         self._num_rests += 1
         elapsed, clocked, *_ = self._since_last_step()
         self._times.rested(elapsed - clocked)
-        self._rests_on = self._tosses.random() < 0.5
+        self._rhythm.rested()
 
     def _since_last_step(self) -> list[float]:
         now = (self._elapsed_seconds, self._clocked, self._hidden, self._spent - self._checking)
@@ -363,7 +380,7 @@ class OverheadBudget:
         income = self.ratio * self._times.own
         if not self.may_rest or counting is None or income >= 2 * counting:
             return False
-        if self._rests_on:
+        if self._rhythm.rests_on:
             return True
         best = min((value for value, _ in self._waiting.values()), default=REST)
         wanted = min((cost for value, cost in self._waiting.values() if value == best), default=0.0)

@@ -36,7 +36,7 @@ class Presence:
     ) -> None:
         self._tracker = tracker
         self._pipeline = pipeline
-        self._step_end = _StepEnd(self._unseen_step_ended)
+        self._step_end = _StepEnd(self._unseen_step_ended, is_moment=lambda: self._may_move)
         self._on_step_end = on_step_end
         self._mode: CheckMode | None = None
         self._entered_by = (0, 0)
@@ -106,6 +106,10 @@ class Presence:
         elif self.is_resting:
             self._rest()
 
+    @property
+    def _may_move(self) -> bool:
+        return self._mode is not None and self._mode.may_move
+
     def _rest(self) -> None:
         self.is_resting = True
         self._tracker.remove()
@@ -118,10 +122,21 @@ class Presence:
 
 
 class _StepEnd:
-    """Global hooks that tell of the first module after an optimizer's step, and of nothing else."""
+    """Global hooks that tell of the first module after an optimizer's step, and of nothing else.
 
-    def __init__(self, then: Callable[[nn.Module, tuple[Any, ...]], None]) -> None:
+    Args:
+        then: is told, once.
+        is_moment: False for a module at which nothing can be decided: a later one is awaited.
+    """
+
+    def __init__(
+        self,
+        then: Callable[[nn.Module, tuple[Any, ...]], None],
+        *,
+        is_moment: Callable[[], bool],
+    ) -> None:
         self._then = then
+        self._is_moment = is_moment
         self._thread = 0
         self._has_stepped = False
         self._modules = ModuleHooks(self._before_module, self._nothing)
@@ -149,6 +164,7 @@ class _StepEnd:
             torch.compiler.is_compiling()
             or threading.get_ident() != self._thread
             or _torch.current_graph_task_id() != -1
+            or not self._is_moment()
         ):
             return
         self.remove()

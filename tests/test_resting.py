@@ -167,6 +167,64 @@ def test_it_rests_from_the_top_only_and_comes_back_to_its_place_only(tmp_path, p
     assert active_modes() == []
 
 
+def evaluated_first(training: Training, steps: int, *, mode: bool) -> None:
+    for _ in range(steps):
+        with torch.inference_mode(mode):
+            training.net(X)
+        (X + 1).exp()
+        training.step()
+
+
+def test_nothing_is_decided_within_inference_mode(tmp_path, plan):
+    """Its end puts the dispatch keys back: the next op aborted, or nothing was seen any more."""
+    plan += [REST, LOOK, REST, REST, LOOK]
+    plain, training = Training(), Training()
+    evaluated_first(plain, 7, mode=True)
+    with check(training.net, tmp_path) as session:
+        evaluated_first(training, 7, mode=True)
+    assert session.coverage.adds_up
+    assert session.certificate.holds
+    assert active_modes() == []
+    assert session.coverage.overhead.num_rests == 0  # every step begins in inference mode
+    assert training.modes == [1] * 7
+    for ours, theirs in zip(training.net.parameters(), plain.net.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_rest_ends_at_the_first_module_out_of_inference_mode(tmp_path, plan):
+    plan += [REST, LOOK]
+    training = Training()
+    with check(training.net, tmp_path) as session:
+        training.step()
+        training.step()
+        evaluated_first(training, 2, mode=True)
+    assert training.modes == [1, 0, 1, 1]
+    seen = [record.op for record in session.records if record.step == 2]
+    assert "aten.gelu.default" in seen
+    assert session.coverage.adds_up
+
+
+def test_within_inference_mode_it_rests_and_comes_back(tmp_path, plan):
+    plan += [REST, LOOK]
+    net, modes = model(), []
+    with torch.inference_mode(), check(net, tmp_path) as session:
+        for _ in range(3):
+            net(X)
+            modes.append(len(active_modes()))
+            session.next_step()
+    assert modes == [1, 0, 1]
+    (X + 1).exp()
+
+
+def test_who_has_nothing_left_to_see_does_not_leave_within_inference_mode(tmp_path):
+    training = Training()
+    with opcheck.check(training.net, log_dir=tmp_path, quiet=True, max_checks=1) as session:
+        evaluated_first(training, 6, mode=True)
+    assert session.coverage.adds_up
+    assert session.certificate.holds
+    assert active_modes() == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
