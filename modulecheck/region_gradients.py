@@ -147,16 +147,10 @@ class RegionGradients:
 
     def release(self) -> None:
         """Let go of everything; hooks are taken off."""
-        for handle in self._handles:
-            handle.remove()
-        for container in (
-            self.inputs, self._input_keys, self._before, self._parameters, self._handles,
-            self._waiting, self.found, self._arrived, self._from_inside, self._source_keys,
-            self._listened,
-        ):  # fmt: skip
+        self.settle()
+        for container in (self.found, self._arrived, self._from_inside, self._source_keys):
             container.clear()
         self.arguments = {}
-        self._on_done = self._on_first = None
 
     def changed_inputs(self) -> list[tuple[int, Tensor]]:
         """Inputs that the call changed in place in a way that autograd follows."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from opcheck.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from opcheck.checking import check
     from opcheck.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         enable_precision_check,
     )
     from opcheck.review import Run, load_run
-    from opcheck.session import Session, check
+    from opcheck.session import Session
 
 _HOME = {
     "ArgumentError": "errors",
@@ -62,7 +63,7 @@ _HOME = {
     "Run": "review",
     "load_run": "review",
     "Session": "session",
-    "check": "session",
+    "check": "checking",
 }
 
 __all__ = [

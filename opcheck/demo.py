@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opcheck import _torch
+from opcheck.checking import check
 from opcheck.kernel_table import call_kernel, kernels
 from opcheck.records import EXIT_STATUS, Verdict
-from opcheck.session import check
 
 __all__ = ["main"]
 

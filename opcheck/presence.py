@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +38,8 @@ class Presence:
         self._step_end = _StepEnd(self._unseen_step_ended, is_moment=lambda: self._may_move)
         self._on_step_end = on_step_end
         self._mode: CheckMode | None = None
-        self._entered_by = (0, 0)
+        self._exits = Exits()
+        """Of the context that was entered last; knows by whom."""
         self.is_resting = False
         """Nobody looks at the present step."""
 
@@ -48,19 +48,9 @@ class Presence:
         """Calls are seen."""
         return self._mode is not None and not self.is_resting
 
-    @property
-    def is_fork(self) -> bool:
-        """This process is a fork of the one that the context was entered in."""
-        return self._entered_by[0] != os.getpid()
-
-    @property
-    def is_other_thread(self) -> bool:
-        """The context was entered in another thread of this process."""
-        return not self.is_fork and self._entered_by[1] != threading.get_ident()
-
     def begin(self, observer: Observer, exits: Exits) -> None:
         """The context is entered: look, where there is anything to look at."""
-        self._entered_by = os.getpid(), threading.get_ident()
+        self._exits = exits
         self.is_resting = False
         if self._pipeline.is_used_up:
             self._pipeline.stop_counting()
@@ -89,7 +79,7 @@ class Presence:
         mode = self._mode
         if mode is None:  # not in the context
             self.is_resting = False
-        if mode is None or self.is_fork or self.is_other_thread:
+        if mode is None or self._exits.is_fork or self._exits.is_elsewhere:
             return
         if self._pipeline.is_used_up:
             if mode.leave():

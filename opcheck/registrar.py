@@ -25,7 +25,7 @@ from opcheck.errors import ArgumentError, ArgumentTypeError
 from opcheck.kernel_table import kernels
 from opcheck.kernelcheck import CHECKS, KernelCheck, find_op, wrap_kernel
 from opcheck.records import Coverage
-from opcheck.settings import DEFAULT_ATOL, DEFAULT_RTOL, Settings
+from opcheck.settings import DEFAULT_ATOL, DEFAULT_MAX_CHECKS, DEFAULT_RTOL, Settings
 
 __all__ = [
     "PrecisionCheckRegister",
@@ -43,7 +43,7 @@ kernels()  # torch's own kernels, before anybody can register others through thi
 def enable_precision_check(
     rtol: float = DEFAULT_RTOL,
     atol: float = DEFAULT_ATOL,
-    max_checks: int | None = 10,
+    max_checks: int | None = DEFAULT_MAX_CHECKS,
     log_once: bool = True,  # noqa: FBT001, FBT002 - the documented signature
     path: str | os.PathLike[str] | None = None,
     *,
@@ -77,9 +77,7 @@ def enable_precision_check(
     file = None if path is None else Path(path).expanduser()
     settings = Settings.from_arguments(
         log_dir="logs" if file is None else file.parent, rtol=rtol, atol=atol,
-        criterion=criterion, max_checks=max_checks, log_once=log_once, max_numel=1_000_000,
-        large=large, include=(), exclude=(), modules=(), start_step=0, num_steps=None,
-        on_failure="log", seed=0, quiet=False,
+        criterion=criterion, max_checks=max_checks, log_once=log_once, large=large,
     )  # fmt: skip
     CHECKS.enable(KernelCheck(settings, file))
 

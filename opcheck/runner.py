@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from opcheck.checking import check
 from opcheck.errors import ArgumentError
 from opcheck.records import EXIT_STATUS, Verdict
-from opcheck.session import Session, check
+from opcheck.session import Session
 
 __all__ = ["run_script", "selftest_script"]
 

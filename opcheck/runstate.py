@@ -140,9 +140,7 @@ _FLAGS = {
 
 
 def _autocast() -> Iterator[tuple[str, str]]:
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = _accelerator()
     for device in dict.fromkeys(("cpu", accelerator.type if accelerator else "cpu")):
         if torch.is_autocast_enabled(device):
             yield device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")

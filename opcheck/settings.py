@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from opcheck.errors import ArgumentError, ArgumentTypeError
@@ -16,6 +18,13 @@ from opcheck.records import OpRecord
 __all__ = [
     "CRITERIA",
     "DEFAULT_ATOL",
+    "DEFAULT_MAX_CHECKS",
+    "DEFAULT_MAX_NUMEL",
+    "DEFAULT_RECORDED",
+    "DEFAULT_RECORD_BYTES",
+    "DEFAULT_REPROS",
+    "DEFAULT_REPRO_BYTES",
+    "DEFAULT_REPRO_SECONDS",
     "DEFAULT_RTOL",
     "DEFAULT_SHADOW_BYTES",
     "LARGE",
@@ -27,6 +36,7 @@ CRITERIA = ("calibrated", "allclose")
 DEFAULT_RTOL = 1e-4
 DEFAULT_ATOL = 1e-5
 DEFAULT_MAX_CHECKS = 10
+DEFAULT_MAX_NUMEL = 1_000_000
 DEFAULT_SHADOW_BYTES = 1 << 30
 DEFAULT_REPRO_SECONDS = 20.0
 DEFAULT_REPROS = 20
@@ -38,20 +48,15 @@ RECORD = ("failures", "all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `opcheck.check` was asked for.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the message names the field, the value and what is
-            allowed.
-    """
+    """What `opcheck.check` was asked for; made by `from_arguments`, which validates."""
 
     log_dir: Path = Path("logs")
     rtol: float = DEFAULT_RTOL
     atol: float = DEFAULT_ATOL
     criterion: str = "calibrated"
-    max_checks: int | None = 10
+    max_checks: int | None = DEFAULT_MAX_CHECKS
     log_once: bool = True
-    max_numel: int = 1_000_000
+    max_numel: int = DEFAULT_MAX_NUMEL
     large: str = "sample"
     max_overhead: float | None = None
     """Seconds of checking for each second of the step's own; None: not bounded."""
@@ -79,45 +84,22 @@ class Settings:
 
     @classmethod
     def from_arguments(cls, **given: Any) -> Settings:
-        """Validate the arguments of `opcheck.check`.
+        """Validate arguments of `opcheck.check`, under their names; others have their defaults.
 
         `criterion=None` follows the tolerances; with `blame` and with `max_overhead` every call is
         to be checked unless `max_checks` is another number than its default.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the message names the field, the value and what is
+                allowed.
         """
-        rtol = _number("rtol", given["rtol"])
-        atol = _number("atol", given["atol"])
-        blame = _flag("blame", given.get("blame", False))
-        max_checks = _count("max_checks", given["max_checks"], optional=True)
-        max_overhead = _share("max_overhead", given.get("max_overhead"))
-        if (blame or max_overhead is not None) and max_checks == DEFAULT_MAX_CHECKS:
-            max_checks = None
-        return cls(
-            log_dir=_path("log_dir", given["log_dir"]),
-            rtol=rtol,
-            atol=atol,
-            criterion=_criterion(given["criterion"], rtol, atol),
-            max_checks=max_checks,
-            log_once=_flag("log_once", given["log_once"]),
-            max_numel=_count("max_numel", given["max_numel"]),
-            large=_one_of("large", given["large"], LARGE),
-            max_overhead=max_overhead,
-            workers=_count("workers", given.get("workers", 0)),
-            include=_globs("include", given["include"]),
-            exclude=_globs("exclude", given["exclude"]),
-            modules=_globs("modules", given["modules"]),
-            start_step=_count("start_step", given["start_step"]),
-            num_steps=_count("num_steps", given["num_steps"], optional=True),
-            on_failure=_on_failure(given["on_failure"]),
-            seed=_count("seed", given["seed"]),
-            quiet=_flag("quiet", given["quiet"]),
-            blame=blame,
-            repeat=_flag("repeat", given.get("repeat", False)),
-            selftest=_flag("selftest", given.get("selftest", False)),
-            max_shadow_bytes=_count(
-                "max_shadow_bytes", given.get("max_shadow_bytes", DEFAULT_SHADOW_BYTES)
-            ),
-            **_saving(given),
-        )
+        found = {name: _VALIDATORS[name](name, value) for name, value in given.items()}
+        if found.get("criterion") is None:
+            found["criterion"] = _criterion_for(**found)
+        asks_for_all = found.get("blame") or found.get("max_overhead") is not None
+        if asks_for_all and found.get("max_checks", DEFAULT_MAX_CHECKS) == DEFAULT_MAX_CHECKS:
+            found["max_checks"] = None
+        return cls(**found)
 
     def as_json(self) -> dict[str, Any]:
         """The settings as the header of a log carries them."""
@@ -132,37 +114,6 @@ class Settings:
                 else str(value)
             )
         return found
-
-
-def _saving(given: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of calls beyond their records."""
-    folder = given.get("repro_dir")
-    return {
-        "repro_dir": None if folder is None else _path("repro_dir", folder),
-        "repro_seconds": _number(
-            "repro_seconds", given.get("repro_seconds", DEFAULT_REPRO_SECONDS)
-        ),
-        "max_repros": _count("max_repros", given.get("max_repros", DEFAULT_REPROS)),
-        "max_repro_bytes": _count(
-            "max_repro_bytes", given.get("max_repro_bytes", DEFAULT_REPRO_BYTES)
-        ),
-        "record": _record(given.get("record")),
-        "record_dir": _path("record_dir", given.get("record_dir", "records")),
-        "max_recorded": _count("max_recorded", given.get("max_recorded", DEFAULT_RECORDED)),
-        "max_record_bytes": _count(
-            "max_record_bytes", given.get("max_record_bytes", DEFAULT_RECORD_BYTES)
-        ),
-    }
-
-
-def _record(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ArgumentTypeError(
-            f"record: expected one of {RECORD} or None, got {value!r} ({_kind(value)})"
-        )
-    if value is not None and value not in RECORD:
-        raise ArgumentError(f"record: expected one of {RECORD} or None, got {value!r}")
-    return value
 
 
 def _number(field: str, value: object) -> float:
@@ -223,41 +174,76 @@ def _globs(field: str, value: object) -> tuple[str, ...]:
     return found
 
 
-def _path(field: str, value: object) -> Path:
+def _path(field: str, value: object, *, optional: bool = False) -> Path | None:
+    if value is None and optional:
+        return None
     if not isinstance(value, (str, os.PathLike)):
         raise ArgumentTypeError(f"{field}: expected a path, got {value!r} ({_kind(value)})")
     return Path(value)
 
 
-def _criterion(value: object, rtol: float, atol: float) -> str:
-    if value is None:
-        changed = (rtol, atol) != (DEFAULT_RTOL, DEFAULT_ATOL)
-        return "allclose" if changed else "calibrated"
-    if not isinstance(value, str):
-        raise ArgumentTypeError(
-            f"criterion: expected one of {CRITERIA} or None, got {value!r} ({_kind(value)})"
-        )
-    if value not in CRITERIA:
-        raise ArgumentError(f"criterion: expected one of {CRITERIA} or None, got {value!r}")
-    return value
+def _criterion_for(*, rtol: float = DEFAULT_RTOL, atol: float = DEFAULT_ATOL, **_: object) -> str:
+    changed = (rtol, atol) != (DEFAULT_RTOL, DEFAULT_ATOL)
+    return "allclose" if changed else "calibrated"
 
 
-def _one_of(field: str, value: object, allowed: tuple[str, ...]) -> str:
+def _one_of(
+    field: str, value: object, *, allowed: tuple[str, ...], optional: bool = False
+) -> str | None:
+    if value is None and optional:
+        return None
+    wanted = f"one of {allowed}" + (" or None" if optional else "")
     if not isinstance(value, str):
-        raise ArgumentTypeError(
-            f"{field}: expected one of {allowed}, got {value!r} ({_kind(value)})"
-        )
+        raise ArgumentTypeError(f"{field}: expected {wanted}, got {value!r} ({_kind(value)})")
     if value not in allowed:
-        raise ArgumentError(f"{field}: expected one of {allowed}, got {value!r}")
+        raise ArgumentError(f"{field}: expected {wanted}, got {value!r}")
     return value
 
 
-def _on_failure(value: object) -> Any:
+def _on_failure(field: str, value: object) -> Any:
     if callable(value) or value in ("log", "raise"):
         return value
     kind = ArgumentError if isinstance(value, str) else ArgumentTypeError
-    raise kind(f"on_failure: expected 'log', 'raise' or a callable, got {value!r}")
+    raise kind(f"{field}: expected 'log', 'raise' or a callable, got {value!r}")
 
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+_optional_count = partial(_count, optional=True)
+
+_VALIDATORS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
+    {
+        "log_dir": _path,
+        "rtol": _number,
+        "atol": _number,
+        "criterion": partial(_one_of, allowed=CRITERIA, optional=True),
+        "max_checks": _optional_count,
+        "max_overhead": _share,
+        "log_once": _flag,
+        "max_numel": _count,
+        "large": partial(_one_of, allowed=LARGE),
+        "workers": _count,
+        "include": _globs,
+        "exclude": _globs,
+        "modules": _globs,
+        "start_step": _count,
+        "num_steps": _optional_count,
+        "on_failure": _on_failure,
+        "seed": _count,
+        "quiet": _flag,
+        "blame": _flag,
+        "repeat": _flag,
+        "selftest": _flag,
+        "max_shadow_bytes": _count,
+        "repro_dir": partial(_path, optional=True),
+        "repro_seconds": _number,
+        "max_repros": _count,
+        "max_repro_bytes": _count,
+        "record": partial(_one_of, allowed=RECORD, optional=True),
+        "record_dir": _path,
+        "max_recorded": _count,
+        "max_record_bytes": _count,
+    }
+)

@@ -129,7 +129,7 @@ LAYERS = {
         {"replaying", "repro"},
         {"kernelcheck", "presence"},
         {"session"},
-        {"registrar"},
+        {"checking", "registrar"},
         {"__init__"},
         {"demo", "runner"},
         {"cli"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from torch import nn
 
 import opcheck
 from opcheck import ArgumentError, ArgumentTypeError, LogWriteError, PrecisionError, Verdict
+from opcheck.settings import Settings
 from tests.faults import planted
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
@@ -77,6 +79,21 @@ def test_bad_argument_names_field_value_and_what_is_allowed(field, value, error,
     assert field in str(caught.value)
     assert says in str(caught.value)
     assert isinstance(caught.value, (ValueError, TypeError))
+
+
+def test_the_defaults_of_check_are_those_of_its_settings():
+    parameters = dict(inspect.signature(opcheck.check).parameters)
+    del parameters["model"]
+    assert set(parameters) == set(Settings.__dataclass_fields__)
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert Settings.from_arguments(**defaults) == Settings() == Settings.from_arguments()
+
+
+@pytest.mark.parametrize("asks", [{"blame": True}, {"max_overhead": 0.5}], ids=str)
+def test_what_asks_for_every_call_does_so_whether_or_not_max_checks_is_spelled(asks):
+    assert Settings.from_arguments(**asks).max_checks is None
+    assert Settings.from_arguments(max_checks=10, **asks).max_checks is None
+    assert Settings.from_arguments(max_checks=3, **asks).max_checks == 3
 
 
 def test_unwritable_log_is_an_error_at_entry_and_leaves_nothing(tmp_path):
