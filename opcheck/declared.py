@@ -57,12 +57,18 @@ def _asked(call: Call) -> Dtypes | None:
     unknown = SAVED_STATISTICS.get(call.traits.base, frozenset())
     inputs = {dtype for dtype in call.signature[1::2] if dtype.is_floating_point}
     # mse_loss_backward and smooth_l1_loss_backward of a 16-bit input and a float32 target give
-    # 16 bit on the CPU and declare float32: where dtypes are mixed, which one is nobody's fault
-    mixed = inputs if len(inputs) > 1 else set()
+    # 16 bit on the CPU and declare float32, threshold_backward the other way round: where dtypes
+    # are mixed, which one is nobody's fault, unless the op promotes its inputs
+    mixed = inputs if len(inputs) > 1 and not _promotes(call) else set()
     return tuple(
         None if number in unknown or dtype in mixed else dtype
         for number, dtype in enumerate(_dtypes_of(out))
     )
+
+
+def _promotes(call: Call) -> bool:
+    """Every pointwise op does, but for some backward formulas that carry the tag as well."""
+    return torch.Tag.pointwise in call.func.tags and not call.traits.base.endswith("_backward")
 
 
 def _on_meta(value: Any) -> Any:

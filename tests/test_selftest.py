@@ -137,6 +137,27 @@ def test_a_16_bit_input_beside_a_float32_target_passes(loss, tmp_path):
     assert session.verdict == "PASS", session.failures
 
 
+@pytest.mark.parametrize("name", ["mul", "sub", "maximum", "div"])
+def test_an_op_that_does_not_promote_its_inputs_fails(name, tmp_path):
+    """16 bit and float32 give float32, and not the dtype of the first."""
+    with opcheck.check(log_dir=tmp_path, quiet=True, selftest=True) as session:
+        getattr(torch, name)(torch.ones(8), torch.rand(8, dtype=torch.float16))
+    op = "aten.maximum.default" if name == "maximum" else f"aten.{name}.Tensor"
+    assert session.selftest().planted[op, "float32", "other dtype"]
+    assert not [missed for missed in session.selftest().missed if missed.kind == "other dtype"]
+
+
+@pytest.mark.parametrize("name", ["threshold_backward", "native_dropout_backward"])
+def test_a_backward_formula_may_give_either_of_two_dtypes(name, tmp_path):
+    grad, other = torch.rand(8, dtype=torch.bfloat16), torch.rand(8) > 0.5
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        if name == "threshold_backward":
+            torch.ops.aten.threshold_backward(grad, other.float(), 0.0)
+        else:
+            torch.ops.aten.native_dropout_backward(grad, other.float(), 2.0)
+    assert session.verdict == "PASS", session.failures
+
+
 def test_a_wrong_result_is_found_where_moved_inputs_are_refused(tmp_path):
     """Flags of 0 and 1 that are no flags any more once they are moved by a rounding."""
     from tests.faults import planted
