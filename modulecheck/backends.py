@@ -7,13 +7,12 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from modulecheck import _torch
+from opcheck import source_lines
 
 __all__ = [
     "compiles_only_inlined",
@@ -63,8 +62,6 @@ def is_own_inductor(backend: Any) -> bool:
 
 # ---- how a module is compiled -------------------------------------------------------------------
 
-_TORCH = str(Path(torch.__file__).parent)
-
 
 def compiles_only_inlined(module: nn.Module) -> bool:
     """True when Dynamo skips the frame of this module's `forward`, as all of torch's own.
@@ -74,7 +71,7 @@ def compiles_only_inlined(module: nn.Module) -> bool:
     """
     forward = getattr(module.forward, "__func__", module.forward)
     code = getattr(forward, "__code__", None)
-    if code is None or not code.co_filename.startswith(_TORCH):
+    if code is None or not code.co_filename.startswith(source_lines.TORCH_FOLDER):
         return False
     return all(type(item).__module__ in sys.modules for item in module.modules())
 

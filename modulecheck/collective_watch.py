@@ -28,7 +28,7 @@ from modulecheck.collectives import (
     parts_got,
     wait_until_there,
 )
-from opcheck.modules import find_user_frame, spell_line
+from opcheck.source_lines import find_user_frame, spell_line
 from opcheck.tensor_kinds import unwraps_itself
 
 __all__ = ["Seen", "Watch", "bits_of"]

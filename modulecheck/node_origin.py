@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
+
+from opcheck import source_lines
 
 __all__ = ["Origin", "input_name", "is_computing", "op_name", "origin_of"]
 
-_TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 _CARETS = re.compile(r"^[\s^~]+$")
 
@@ -145,7 +145,9 @@ def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
 def _line_of(node: fx.Node) -> str:
     """The innermost frame that is not torch's own."""
     frames = _frames(node)
-    users = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    users = [
+        frame for frame in frames if not frame[0].startswith(source_lines.TORCH_FOLDER)
+    ] or frames
     if not users:
         return ""
     path, line, function, code = users[-1]

@@ -19,7 +19,8 @@ from torch import nn
 
 from opcheck import _torch
 from opcheck.calls import Site
-from opcheck.modules import ModuleFrame, clean_fqn, find_user_frame, spell_line
+from opcheck.modules import ModuleFrame, clean_fqn
+from opcheck.source_lines import find_user_frame, spell_line
 
 __all__ = ["CallerTracker"]
 

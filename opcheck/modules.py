@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
@@ -26,19 +25,11 @@ from opcheck import _torch
 from opcheck.calls import Site
 from opcheck.global_hooks import ModuleHooks, OptimizerHooks
 from opcheck.owners import Owners
+from opcheck.source_lines import find_user_frame, spell_line
 
-__all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn", "find_user_frame", "spell_line"]
+__all__ = ["ModuleFrame", "ModuleTracker", "clean_fqn"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_OWN = Path(__file__).parent
-_NOT_USER = (
-    str(Path(torch.__file__).parent),
-    str(_OWN),
-    str(_OWN.parent / "modulecheck"),
-    "<frozen ",
-)
-_USER = str(_OWN / "demo.py")
-
 Origin = tuple[str, CodeType | None, int]
 """Module FQN, code object and line of the forward call that made an autograd node."""
 
@@ -445,22 +436,3 @@ def _versions(args: tuple[Any, ...]) -> list[int]:
     return [
         _torch.version_of(arg) for arg in args if isinstance(arg, Tensor) and not arg.is_inference()
     ]
-
-
-def find_user_frame(frame: FrameType | None, known: dict[CodeType, bool]) -> FrameType | None:
-    """The innermost frame that is neither torch's nor ours; `known` keeps what was looked up."""
-    while frame is not None:
-        code = frame.f_code
-        is_user = known.get(code)
-        if is_user is None:
-            name = code.co_filename
-            is_user = known[code] = name == _USER or not name.startswith(_NOT_USER)
-        if is_user:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def spell_line(code: CodeType, line: int) -> str:
-    """`model.py:41 in forward`."""
-    return f"{Path(code.co_filename).name}:{line} in {code.co_name}"

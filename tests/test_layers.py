@@ -33,6 +33,7 @@ LAYERS = {
             "commandline",
             "runstate",
             "settings",
+            "source_lines",
             "steptimes",
             "textline",
             "groups",

@@ -1,0 +1,48 @@
+"""The line of the user's code that a call comes from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["TORCH_FOLDER", "find_user_frame", "spell_line"]
+
+
+def _folder(file: str) -> str:
+    """With a separator at the end: `torchvision` begins like `torch`, and is the user's."""
+    return f"{Path(file).parent}{os.sep}"
+
+
+TORCH_FOLDER = _folder(torch.__file__)
+"""Of torch's own code."""
+_OWN = Path(__file__).parent
+_NOT_USER = (
+    TORCH_FOLDER,
+    _folder(__file__),
+    f"{_OWN.parent / 'modulecheck'}{os.sep}",
+    "<frozen ",
+)
+_USER = str(_OWN / "demo.py")
+"""The demo is a user's script, though it lies beside us."""
+
+
+def find_user_frame(frame: FrameType | None, known: dict[CodeType, bool]) -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours; `known` keeps what was looked up."""
+    while frame is not None:
+        code = frame.f_code
+        is_user = known.get(code)
+        if is_user is None:
+            name = code.co_filename
+            is_user = known[code] = name == _USER or not name.startswith(_NOT_USER)
+        if is_user:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def spell_line(code: CodeType, line: int) -> str:
+    """`model.py:41 in forward`."""
+    return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
