@@ -180,8 +180,9 @@ def _one(
             yield _finding(index, ranks, entry, entry.data["kind"], reason)
     if unsaid:
         yield (
-            f"collective {index} ({entries[0].data['op']}): {unsaid} sums hold NaN or Inf, or"
-            " extremes of several elements, and say nothing"
+            f"collective {index} ({entries[0].data['op']}): {unsaid} sums say nothing: they"
+            " hold NaN or Inf, are extremes of several elements, or of a reduction or dtype of"
+            " which only the bits are known"
         )
     yield f"compared {entries[0].data['kind']}"
 

@@ -101,20 +101,23 @@ class Mismatch:
         )
 
 
-def digest(raw: bytes, values: Array, dtype: str, *, max_sums: int, with_sums: bool) -> Digest:
+def digest(
+    raw: bytes, values: Array, dtype: str, *, numel: int, max_sums: int, with_sums: bool
+) -> Digest:
     """Digest of one tensor.
 
     Args:
         raw: all its bytes, in order.
         values: flat; float64 (the components of complex numbers), or int64.
         dtype: without `torch.`.
+        numel: elements, also where there are no `values`.
         max_sums: blocks at most.
         with_sums: False where the bits alone will be compared.
     """
     bits = hashlib.blake2b(raw, digest_size=16).hexdigest()
     empty = np.empty(0, values.dtype)
     if not with_sums or not values.size:
-        return Digest(dtype, values.size, bits, 1, empty, np.empty(0))
+        return Digest(dtype, numel, bits, 1, empty, np.empty(0))
     block = math.ceil(values.size / max_sums)
     if block == 1:
         return Digest(dtype, values.size, bits, 1, values.copy(), np.empty(0))

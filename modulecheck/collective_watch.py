@@ -35,6 +35,9 @@ __all__ = ["Seen", "Watch", "bits_of"]
 
 _SUMMED = ("sum", "avg", "min", "max")
 
+Extent = tuple[int, int, int]
+"""Of a tensor: its storage, and its first byte in it and the one after its last."""
+
 
 @dataclass
 class Seen:
@@ -75,7 +78,8 @@ class _Pending:
     func: Any
     parts: tuple[Part, ...]
     out: Any
-    storages: set[int]
+    held: list[Extent]
+    """Where its results are, or will be."""
     arrivals: int
     """Copies into its results that are part of waiting for it, and not yet seen."""
 
@@ -109,7 +113,7 @@ class Watch(_torch.TorchDispatchMode):
         if types and unwraps_itself(types):
             return NotImplemented
         if self._pending and not self._arrives(func, args) and not is_neutral(func):
-            self._read(_storages((*args, *kwargs.values())))
+            self._read(_memory((*args, *kwargs.values())))
         if not is_collective(func):
             return func(*args, **kwargs)
         return self._collective(func, args, kwargs)
@@ -120,9 +124,9 @@ class Watch(_torch.TorchDispatchMode):
             return True
         if func is not torch.ops.aten.copy_.default:
             return False
-        place = _storage(args[0])
+        place = _memory(args[:1])
         for item in self._pending:
-            if place in item.storages and item.arrivals:
+            if item.arrivals and _overlap(place, item.held):
                 item.arrivals -= 1
                 return True
         return False
@@ -136,7 +140,7 @@ class Watch(_torch.TorchDispatchMode):
             self.problems.append(f"{func}: what it was given could not be read: {error!r}")
         out = func(*args, **kwargs)
         if is_wait(func):
-            self._read(_storages((*args, out)))
+            self._read(_memory((*args, out)))
         elif seen is not None:
             self._expect(seen, func, args, kwargs, out)
         return out
@@ -150,7 +154,7 @@ class Watch(_torch.TorchDispatchMode):
         except Exception as error:  # noqa: BLE001 - as above
             seen.problem = f"its result could not be found: {error!r}"
             return
-        held = _storages([part.whole for part in parts])
+        held = _memory([part.whole for part in parts])
         arrivals = len(parts) if seen.call.kind == "reduce_scatter" else 0
         self._pending.append(_Pending(seen, func, parts, out, held, arrivals))
 
@@ -165,17 +169,22 @@ class Watch(_torch.TorchDispatchMode):
         return seen
 
     def _digests(self, call: Collective, parts: tuple[Part, ...]) -> list[list[Digest]]:
-        with_sums = call.reduction in _SUMMED
         with _torch.no_modes(), torch.no_grad():
             return [
-                [_digest(tensor, self._max_sums, with_sums=with_sums) for tensor in part.tensors]
+                [
+                    _digest(tensor, self._max_sums, with_sums=_has_sums(tensor, call.reduction))
+                    for tensor in part.tensors
+                ]
                 for part in parts
             ]
 
-    def _read(self, storages: set[int]) -> None:
-        """Take the digests of results that lie in these storages: the step is about to use them."""
+    def _read(self, used: list[Extent]) -> None:
+        """Take the digests of results that lie in this memory: the step is about to use them.
+
+        Others in the same storage (slices of one flat buffer) may be still on their way.
+        """
         for item in [*self._pending]:
-            if item.storages & storages:
+            if _overlap(used, item.held):
                 self._pending.remove(item)
                 self._take(item, waits=False)
 
@@ -194,22 +203,43 @@ class Watch(_torch.TorchDispatchMode):
         self._pending.clear()
 
 
-def _storages(values: Any) -> set[int]:
-    found: set[int] = set()
+def _memory(values: Any) -> list[Extent]:
+    found: list[Extent] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.add(_storage(value))
+            found.append(_extent(value))
         elif isinstance(value, (list, tuple)):
-            found |= _storages(value)
+            found += _memory(value)
     return found
 
 
-def _storage(tensor: Tensor) -> int:
-    """Of two tensors the same where they share memory; 0 for those that have none."""
+def _extent(tensor: Tensor) -> Extent:
     try:
-        return int(_torch.memory_of(tensor))
+        storage = int(_torch.memory_of(tensor))
+        start = int(tensor.storage_offset())
     except (NotImplementedError, RuntimeError):  # sparse and opaque tensors
-        return 0
+        return 0, 0, 1
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    length = sum((int(size) - 1) * int(stride) for size, stride in sizes) + 1
+    if not tensor.numel():
+        length = 0
+    width = tensor.element_size()
+    return storage, start * width, (start + length) * width
+
+
+def _overlap(some: list[Extent], others: list[Extent]) -> bool:
+    return any(
+        storage == other and start < other_stop and other_start < stop
+        for storage, start, stop in some
+        for other, other_start, other_stop in others
+    )
+
+
+def _has_sums(tensor: Tensor, reduction: str) -> bool:
+    """More than the bits can be told of what a reduction gave."""
+    if tensor.dtype == torch.bool:  # backends differ in what a sum of them is
+        return reduction in ("min", "max")
+    return reduction in _SUMMED
 
 
 def bits_of(tensor: Tensor) -> str:
@@ -227,9 +257,9 @@ def _digest(tensor: Tensor, max_sums: int, *, with_sums: bool) -> Digest:
     known = dtype in ("float64", "float32", "bfloat16", "float16", "complex64", "complex128")
     if known:
         values = here.reshape(-1).to(torch.float64).numpy()
-    elif "int" in dtype and not dtype.startswith("q"):
+    elif dtype == "bool" or ("int" in dtype and not dtype.startswith("q")):
         values = here.reshape(-1).to(torch.int64).numpy()
-    else:  # bool, float8: compared by their bits alone
+    else:  # float8: compared by their bits alone
         with_sums = False
         values = torch.empty(0).numpy()
-    return digest(raw, values, dtype, max_sums=max_sums, with_sums=with_sums)
+    return digest(raw, values, dtype, numel=here.numel(), max_sums=max_sums, with_sums=with_sums)

@@ -127,6 +127,13 @@ def every_op(rank: int) -> Tensor:
     dist.all_reduce(wide)
     infinite = torch.tensor([1.0, float("inf"), float("nan"), 3e38])
     dist.all_reduce(infinite)
+    dist.all_reduce(torch.tensor([rank == 0, False]), op=dist.ReduceOp.MAX)
+    buffer = values.repeat(50_000)  # slices are reduced, and used one after the other
+    slices = buffer.chunk(2)
+    works = [dist.all_reduce(item, async_op=True) for item in slices]
+    for work, item in zip(works, slices, strict=True):
+        work.wait()
+        item.mul_(0.5)
     mapped = [
         functional.all_reduce(values, "avg", world),
         functional.all_gather_tensor(values, 0, world),
@@ -135,7 +142,7 @@ def every_op(rank: int) -> Tensor:
         *functional.all_reduce_coalesced([values, values * 2], "sum", world),
         functional.all_reduce(values.bfloat16(), "sum", world).float(),
     ]
-    return torch.cat([*results, *listed, *halves, part, *(item + 0 for item in mapped)])
+    return torch.cat([*results, *listed, *halves, part, buffer, *(item + 0 for item in mapped)])
 
 
 def others(rank: int) -> None:
@@ -151,11 +158,14 @@ def ops(rank: int) -> dict[str, Any]:
     with audit_collectives() as uncounted:
         others(rank)
         dist.all_reduce(torch.ones(2))
+    with audit_collectives() as booleans:
+        dist.all_reduce(torch.tensor([rank == 0, False]))
     with audit_collectives() as empty:
         torch.ones(2) + 1
     return {
         "all": {**told(audit), "same": torch.equal(plain, audited)},
         "others": told(uncounted),
+        "booleans": told(booleans),
         "empty": told(empty),
     }
 

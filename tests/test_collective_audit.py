@@ -24,7 +24,7 @@ def digest_of(tensor: torch.Tensor, max_sums: int = 4096) -> Digest:
     values = tensor.to(torch.float64 if is_float else torch.int64).reshape(-1).numpy()
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return digest(raw, values, dtype, max_sums=max_sums, with_sums=True)
+    return digest(raw, values, dtype, numel=values.size, max_sums=max_sums, with_sums=True)
 
 
 def parts(num_ranks: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
@@ -215,12 +215,15 @@ def test_every_way_to_call_a_collective_is_understood(steps: list[Any]) -> None:
     found = steps[0]["ops"]["all"]
     assert (found["same"], found["verdict"]) == (True, "PASS"), found["report"]
     assert found["compared"] == {
-        "all_gather": 3, "all_reduce": 8, "broadcast": 2, "reduce_scatter": 3
+        "all_gather": 3, "all_reduce": 11, "broadcast": 2, "reduce_scatter": 3
     }  # fmt: skip
     others = steps[0]["ops"]["others"]
     assert others["not_understood"] == {"c10d.alltoall_base_": 2}
     assert "not compared: c10d.alltoall_base_, 2 calls" in others["report"]
     assert steps[0]["ops"]["empty"]["verdict"] == "INCONCLUSIVE"
+    booleans = steps[0]["ops"]["booleans"]  # of a sum of them only the bits are known
+    assert (booleans["verdict"], booleans["compared"]) == ("INCONCLUSIVE", {"all_reduce": 1})
+    assert "only the bits are known" in booleans["report"]
 
 
 @several_processes
