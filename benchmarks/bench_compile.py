@@ -197,10 +197,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _real(name: str, layer: Any, **sizes: Any) -> Case:
-    return Case(f"{name}-clean", lambda: getattr(models, name)(**sizes), layer)
-
-
 def cases() -> list[Case]:
     """Every fault in plain blocks, the main ones in blocks of other kinds, and clean ones."""
     found = [stack_case("plain", name, make) for name, make in FAULTS.items() if "call" not in name]

@@ -38,7 +38,9 @@ def rows_of(part: str, options: argparse.Namespace) -> Iterator[Row]:
             yield from cost_parts.step_rows(name, options.rounds)
             yield from cost_parts.overhead_rows(name, 2 if options.short else OVERHEAD_STEPS)
     elif part == "registrar":
-        yield from cost_parts.registrar_rows(options.rounds, 20 if options.short else 300)
+        yield from cost_parts.registrar_rows(
+            options.rounds, 20 if options.short else cost_parts.CALLS
+        )
     elif part == "memory":
         for name in [item for item in models if item in cost_parts.WRAPPED_MODELS] or models:
             arms = ("plain", "live") if options.short else cost_parts.MEMORY_ARMS

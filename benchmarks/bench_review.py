@@ -1,6 +1,6 @@
 """How long `opcheck review` takes on 1e4 and 1e6 records, and how much memory.
 
-    python benchmarks/bench_review.py [--records N ...]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_review [--records N ...]
 
 Each log is written to a temporary folder and reviewed by a process of its own, twice; the faster
 time and the larger memory are printed. Limits: 1e4 records in 1 s, 1e6 in 5 s.
@@ -16,11 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from opcheck.records import Coverage  # noqa: E402
-from tests.log_samples import coverage_line, failing, header_line, passing, record_line  # noqa: E402
+from benchmarks.measuring import ROOT
+from opcheck.records import Coverage
+from tests.log_samples import coverage_line, failing, header_line, passing, record_line
 
 LIMITS_S = {10_000: 1.0, 1_000_000: 5.0}
 FAILING_EVERY = 1000
@@ -48,8 +46,8 @@ def write(path: Path, num_records: int) -> int:
 def review(path: Path, *options: str) -> tuple[float, float]:
     """Seconds and peak MiB of one review in a process of its own."""
     code = (
-        "import resource, sys; from opcheck.cli import main; main(sys.argv[1:]);"
-        "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+        "import sys; from benchmarks.measuring import peak_mib; from opcheck.cli import main;"
+        "main(sys.argv[1:]); print('PEAK', peak_mib())"
     )
     begin = time.perf_counter()
     done = subprocess.run(

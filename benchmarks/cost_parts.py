@@ -63,7 +63,9 @@ def step_rows(name: str, rounds: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         arms = bench_ops.make_arms(Path(folder))
         chosen = {
-            arm: arms[arm] for arm in STEP_ARMS if arm[:7] != "wrapper" or name in WRAPPED_MODELS
+            arm: arms[arm]
+            for arm in STEP_ARMS
+            if not arm.startswith("wrapper") or name in WRAPPED_MODELS
         }
         results = bench_ops.measure(build, chosen, rounds)
     targets = {target.arm: target for target in bench_ops.TARGETS if target.applies_to(name)}
@@ -76,7 +78,7 @@ def step_rows(name: str, rounds: int) -> Iterator[Row]:
         target = targets.get(arm)
         ratio = None if target is None else target.ratio(results)
         held = None if target is None or ratio is None else ratio <= target.limit
-        if result.changes and arm[:7] != "wrapper":
+        if result.changes and not arm.startswith("wrapper"):
             held = False
         yield Row(
             part="step", subject=name, arm=arm, unit="x plain",
@@ -103,6 +105,7 @@ def overhead_rows(name: str, num_steps: int) -> Iterator[Row]:
 # ---- registered kernels -------------------------------------------------------------------------
 
 CALLS = 300
+"""Of a registered kernel, timed together."""
 REGISTRAR_LIMIT = 1.10
 """Disabled; a Python call more, beside a kernel of a few microseconds."""
 REGISTRAR_ARMS: dict[str, dict[str, Any] | None] = {

@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import opcheck
+from benchmarks.kink_faults import other_backend
 from benchmarks.models_sweep import MODELS
 from modulecheck import PrecisionChecker, TensorChecker
+from opcheck import Verdict
 from tests.models import Workload
 
 __all__ = ["CHANGES", "DTYPES", "JUDGES", "Tally", "measure"]
@@ -73,9 +73,9 @@ CHANGES: dict[str, Context] = {
 }
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 """Of autocast."""
-JUDGES = (
-    "TensorChecker", "PrecisionChecker", "opcheck.check", "torch.equal", "allclose 1e-4, 1e-3"
-)  # fmt: skip
+OURS = ("TensorChecker", "PrecisionChecker", "opcheck.check")
+EQUAL, ALLCLOSE = "torch.equal", "allclose 1e-4, 1e-3"
+JUDGES = (*OURS, EQUAL, ALLCLOSE)
 
 
 @dataclass
@@ -160,12 +160,12 @@ def compare_outputs(build: Callable[[], Workload], change: str, tally: Tally) ->
         checker.register_tensor(name, second, side="changed")
     # a float32 tensor may come of products that autocast computed in another dtype
     checker.check("calibrated", precision=workload.autocast_dtype)
-    wrong = [item for item in checker.result.records if str(item.verdict) != "PASS"]
+    wrong = [item for item in checker.result.records if item.verdict is not Verdict.PASS]
     tally.add("TensorChecker", len(pairs), [f"{item.tag}: {item.reason}" for item in wrong])
     unequal = [name for name, pair in pairs.items() if not torch.equal(*pair)]
-    tally.add("torch.equal", len(pairs), unequal)
+    tally.add(EQUAL, len(pairs), unequal)
     far = [name for name, pair in pairs.items() if not _documented(*pair)]
-    tally.add("allclose 1e-4, 1e-3", len(pairs), far)
+    tally.add(ALLCLOSE, len(pairs), far)
 
 
 def _documented(first: Tensor, second: Tensor) -> bool:
@@ -176,22 +176,20 @@ def _documented(first: Tensor, second: Tensor) -> bool:
 
 
 def compare_blocks(name: str, build: Callable[[], Workload], change: str, tally: Tally) -> None:
-    """Blocks whose compiled code is eager in the other way."""
+    """Blocks whose compiled code is eager in the other way; a batch cannot change inside of one."""
     if change == "batch":
         return
     context = CHANGES[change]
 
-    def compiler(graph: Any, inputs: Any) -> Any:
-        def run(*args: Any) -> Any:
+    class InTheOtherWay(torch.fx.Interpreter):
+        def run(self, *args: Any, **options: Any) -> Any:
             with context():
-                return torch.fx.Interpreter(graph).run(*args)
-
-        return make_boxed_func(run)
+                return super().run(*args, **options)
 
     torch._dynamo.reset()
     workload = build()
     workload.model.eval()  # dropout is another question
-    checker = PrecisionChecker(backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
+    checker = PrecisionChecker(backend=other_backend(interpreter=InTheOtherWay))
     for block in MODELS[name].blocks(workload.model):
         checker.wrap(block)
     with torch._dynamo.config.patch(allow_rnn=True), checker.installed(workload.model):
@@ -201,7 +199,7 @@ def compare_blocks(name: str, build: Callable[[], Workload], change: str, tally:
     alarms = [
         f"{where} {kind} {item.name}: {item.reason}"
         for where, kind, item in tensors
-        if str(item.judged) == "FAIL"
+        if item.judged is Verdict.FAIL
     ]
     tally.add("PrecisionChecker", len(tensors), alarms)
 
@@ -269,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(
                         f"{change:<8} {dtype:<9} {judge:<20} {shown:>7,} {alarms:>7,}", flush=True
                     )
-                    ours += alarms * judge.endswith(("Checker", "check"))
+                    ours += alarms * (judge in OURS)
                 _explain(models)
     return 1 if ours else 0
 
@@ -277,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain(models: dict[str, Tally]) -> None:
     for name, tally in models.items():
         for judge, text in tally.examples.items():
-            if judge.endswith(("Checker", "check")):
+            if judge in OURS:
                 print(f"    {name}, {judge}: {tally.alarms[judge]}, such as {text[:200]}")
 
 

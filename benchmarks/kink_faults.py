@@ -77,7 +77,7 @@ Edit = Callable[[list[Tensor]], None]
 
 
 def other_backend(edit: Edit | None = None, interpreter: Any = OtherRounding) -> Any:
-    """A correct backend with other roundings; `edit` spoils what its backward gives."""
+    """A correct backend that computes as the interpreter does; `edit` spoils its gradients."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 

@@ -86,7 +86,7 @@ def reset_peak() -> None:
 
 
 def peak_mib() -> float:
-    """The most memory that this process had since `reset_peak`."""
+    """The most memory that this process had, since `reset_peak` if that was called."""
     return _status_kib("VmHWM") / 1024
 
 
@@ -96,7 +96,9 @@ def resident_mib() -> float:
 
 
 def _status_kib(name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+    for line in (
+        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    ):
         if line.startswith(name):
             return int(line.split()[1])
     raise OSError(f"no {name} in /proc/self/status")

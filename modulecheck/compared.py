@@ -5,7 +5,6 @@ All values are NumPy arrays; nothing here runs a module.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from opcheck import tolerances as tol
+from opcheck.arrays import classes
 from opcheck.records import Metrics, Verdict
 from opcheck.verdicts import Rule as OpRule
 from opcheck.verdicts import judge_allclose, judge_exact, rms, spacing_of
 
 __all__ = [
-    "Array", "Compared", "Documented", "Kinks", "References", "Rule", "classes_of", "documented",
+    "Array", "Compared", "Documented", "Kinks", "References", "Rule", "documented",
     "flat", "quick",
 ]  # fmt: skip
 
@@ -159,7 +159,7 @@ def quick(actual: Array, eager: Array, dtype: str, rule: Rule) -> Compared:
 
 def _is_close(actual: Array, eager: Array, dtype: str) -> bool:
     with np.errstate(all="ignore"):
-        if not np.array_equal(classes_of(actual), classes_of(eager)):
+        if not np.array_equal(classes(actual), classes(eager)):
             return False
         keep = np.isfinite(eager)
         y, c = actual[keep].astype(np.float64), eager[keep].astype(np.float64)
@@ -178,11 +178,3 @@ def flat(values: Array) -> Array:
     if values.dtype.kind == "c":
         return np.ascontiguousarray(values).reshape(-1).view(values.real.dtype)
     return values.reshape(-1)
-
-
-def classes_of(values: Array, overflow: float = math.inf) -> Array:
-    """0 finite, 1 NaN, 2 +Inf, 3 -Inf; magnitudes from `overflow` on are infinite."""
-    codes = np.isnan(values).astype(np.int8)
-    codes += np.int8(2) * (values >= overflow)
-    codes += np.int8(3) * (values <= -overflow)
-    return codes

@@ -18,10 +18,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from modulecheck.compared import Array, Compared, Documented, classes_of
+from modulecheck.compared import Array, Compared, Documented
 from modulecheck.kink_rule import at_a_kink
 from modulecheck.trial import SENSITIVE_DRAWS, Measured, Trial, typical_of
 from opcheck import tolerances as tol
+from opcheck.arrays import classes
 from opcheck.records import Verdict
 from opcheck.verdicts import rms
 
@@ -103,8 +104,8 @@ def agreed(trial: Trial, first: Compared) -> Compared:
     """Both sides agree: does float64 agree with them?"""
     if not trial.has_golden:
         return replace(first, notes=(*first.notes, "no float64 run"))
-    rounded = classes_of(trial.all_golden, tol.ROUNDS_TO_INF[trial.dtype])
-    wrong = classes_of(trial.all_actual) != rounded
+    rounded = classes(trial.all_golden, tol.ROUNDS_TO_INF[trial.dtype])
+    wrong = classes(trial.all_actual) != rounded
     if wrong.any():
         return _both_far(trial, first, f"NaN or Inf in {int(wrong.sum())} elements alone", None)
     if not trial.golden.size or rms(trial.golden) <= trial.references.noise_floor:

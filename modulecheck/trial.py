@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from modulecheck.compared import Array, Compared, Documented, References, classes_of, flat
+from modulecheck.compared import Array, Compared, Documented, References, flat
 from opcheck import tolerances as tol
+from opcheck.arrays import classes
 from opcheck.records import Metrics, Verdict
 from opcheck.verdicts import rms, round_to, spacing_of
 
@@ -110,8 +111,8 @@ class Trial:
         shape, is_complex = actual.shape, actual.dtype.kind == "c"
         y, c = flat(actual).astype(np.float64), flat(eager).astype(np.float64)
         g = c if golden is None else flat(golden).astype(np.float64)
-        rounded = classes_of(g, tol.ROUNDS_TO_INF[dtype])
-        of_actual, of_eager = classes_of(y), classes_of(c)
+        rounded = classes(g, tol.ROUNDS_TO_INF[dtype])
+        of_actual, of_eager = classes(y), classes(c)
         wrong = (of_actual != of_eager) & (of_actual != rounded)
         keep = (of_actual == 0) & (of_eager == 0) & (rounded == 0)
         alone = bool(((of_eager != rounded) & (of_actual == rounded)).any())
@@ -124,8 +125,8 @@ class Trial:
         """The elements that are NaN or Inf in eager alone; None: there are none."""
         if not self.eager_alone_wrong:
             return None
-        rounded = classes_of(self.all_golden, tol.ROUNDS_TO_INF[self.dtype])
-        place = (classes_of(self.all_actual) == 0) & (rounded == 0)
+        rounded = classes(self.all_golden, tol.ROUNDS_TO_INF[self.dtype])
+        place = (classes(self.all_actual) == 0) & (rounded == 0)
         place[np.flatnonzero(self.keep)] = False
         if not place.any():
             return None
