@@ -87,7 +87,7 @@ def told(audit: CollectiveAudit) -> dict[str, Any]:
 # ---- clean --------------------------------------------------------------------------------------
 
 
-def clean_steps(rank: int) -> dict[str, Any]:
+def clean_steps(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     for wrap in WRAPS:
         plain, _ = train(wrap, rank, audit=False)
@@ -95,13 +95,10 @@ def clean_steps(rank: int) -> dict[str, Any]:
         found[wrap] = {**told(audit), "same": all(map(torch.equal, plain, audited))}
     _, audit = train("fsdp2", rank, audit=True, max_sums=4)
     found["in_blocks"] = told(audit)
-    with opcheck.check(log_dir="/nowhere" if rank < 0 else _logs, quiet=True) as session:
+    with opcheck.check(log_dir=folder / "logs", quiet=True) as session:
         _, audit = train("fsdp2", rank, audit=True)
     found["under_opcheck"] = {**told(audit), "opcheck": str(session.verdict)}
     return found
-
-
-_logs = ""
 
 
 def every_op(rank: int) -> Tensor:
@@ -288,11 +285,9 @@ def left_early(rank: int) -> dict[str, Any]:
 
 
 def all_steps(rank: int, folder: Path) -> dict[str, Any]:
-    global _logs
-    _logs = str(folder / "logs")
     warnings.simplefilter("ignore", FutureWarning)
     return {
-        "clean": clean_steps(rank),
+        "clean": clean_steps(rank, folder),
         "ops": ops(rank),
         "faulty": faulty_steps(rank),
         "left": left_early(rank),

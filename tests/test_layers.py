@@ -29,6 +29,7 @@ LAYERS = {
         {"private_names", "record_json"},
         {
             "_torch",
+            "arguments",
             "arrays",
             "commandline",
             "runstate",
