@@ -73,6 +73,7 @@ def isolated() -> Iterator[None]:
     code_state = copy.deepcopy(_torch.code_state())
     try:
         with (
+            _torch.recompiling_freely(),
             _torch.patched(
                 _torch.INDUCTOR_CONFIG, fx_graph_cache=False, fx_graph_remote_cache=False
             ),
@@ -148,7 +149,7 @@ def compiled_apart(
     compiled: Callable[..., Any] = context(function)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _sizes().apart():
+        with _sizes().apart(), _torch.recompiling_freely():
             return compiled(*args, **kwargs)
 
     return run

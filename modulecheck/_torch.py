@@ -8,8 +8,8 @@ takes seconds. A version that lacks a name is told apart by that name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -87,6 +87,7 @@ __all__ = [
     "patched",
     "queue_after_backward",
     "recompile_limit",
+    "recompiling_freely",
     "reset_code",
     "resolve_group",
     "runs_in_this_backward",
@@ -234,6 +235,8 @@ in_region = _door.writer("torch._dynamo.eval_frame.OptimizeContext._isolate_reco
 """What a context of `optimize` compiles goes to a part of the caches of its own."""
 CompileContext = _door.later("torch._guards.CompileContext")
 CompileId = _door.later("torch._guards.CompileId")
+_error_on_recompile = _door.later("torch._dynamo.config.error_on_recompile")
+_stance = _door.later("torch._dynamo.eval_frame._stance")
 _optimized_module = _door.later("torch._dynamo.eval_frame.OptimizedModule")
 code_state = _door.later("torch._dynamo.pgo._CODE_STATE")
 """What Dynamo has learnt of sizes that change."""
@@ -246,6 +249,17 @@ _write_code_state = _door.writer("torch._dynamo.pgo._CODE_STATE")
 def recompile_limit() -> int:
     """How many versions of one function Dynamo compiles before it goes on in eager."""
     return int(_recompile_limit())
+
+
+@contextmanager
+def recompiling_freely() -> Iterator[None]:
+    """What is compiled inside is none of the recompilations that the user forbade."""
+    with ExitStack() as stack:
+        if _error_on_recompile():
+            stack.enter_context(patched(DYNAMO_CONFIG, error_on_recompile=False))
+        if _stance().stance == "fail_on_recompile":
+            stack.enter_context(torch.compiler.set_stance("default"))
+        yield
 
 
 def set_code_state(state: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_every_block_is_compiled_though_each_has_a_number_of_its_own(single_pass
     assert f"{2 * LIMIT} versions of forward (test_recompile_limit.py:" in note
     assert f"`self.index == {2 * LIMIT - 2}` did not hold" in note
     assert f"recompile_limit = {LIMIT}, and 3, 4, 5 would run in eager" in note
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["config", "stance"])
+def test_recompilations_that_the_user_forbade_are_not_ours(how: str, single_pass: bool) -> None:
+    """Blocks of one class share their code, so that the second one was an exception in the step."""
+    own = torch.compile(numbered(1), backend="aot_eager")
+    step(own)
+    with contextlib.ExitStack() as stack:
+        if how == "config":
+            stack.enter_context(torch._dynamo.config.patch(error_on_recompile=True))
+        else:
+            stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+        assert_pass(check(numbered(), single_pass=single_pass, backend="aot_eager"))
+        step(own)
+        with pytest.raises((RuntimeError, torch._dynamo.exc.RecompileError), match="ecompil"):
+            own(torch.ones(2, WIDTH, dtype=torch.float64))  # his own are still forbidden
 
 
 def test_within_the_limit_there_is_no_note() -> None:
