@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import opcheck
+from opcheck import SkipReason
 
 README = Path(__file__).parents[1] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -85,6 +89,15 @@ def test_every_link_within_the_readme_leads_somewhere():
     links = re.findall(r"\]\(\s*#([^)]*)\)", prose)
     assert len(links) > 10
     assert [link for link in links if link not in anchors] == []
+
+
+def test_every_reason_for_skipping_and_every_option_is_explained():
+    reasons = [reason.value for reason in SkipReason]
+    assert [reason for reason in reasons if f"`{reason}`" not in TEXT] == []
+    options = [*inspect.signature(opcheck.check).parameters]
+    options += inspect.signature(opcheck.enable_precision_check).parameters
+    rows = "\n".join(line for line in TEXT.splitlines() if line.startswith("| `"))
+    assert [option for option in options if f"`{option}`" not in rows] == []
 
 
 @pytest.mark.parametrize(
