@@ -74,7 +74,7 @@ def _keeper(kept: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
 
 
 def graphs_of(again: Rerun) -> list[CapturedGraph]:
-    """Run the call under Dynamo, op by op; call it inside `_inductor.isolated()`.
+    """Run the call under Dynamo, op by op; call it inside `dynamo.isolated()`.
 
     Raises:
         ReproError: the call raised.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from modulecheck import _inductor, _torch
+from modulecheck import _torch, dynamo
 from modulecheck.backends import random_as_eager
 from modulecheck.budget import Budget
 from modulecheck.call_graphs import CapturedGraph, graphs_of, state_of
@@ -82,7 +82,7 @@ def write_call_repro(
         NoReproducer: there is none, and why.
     """
     reasons = []
-    with _inductor.isolated():
+    with dynamo.isolated():
         for entry in _captured(call, budget):
             path, reason = _tried(folder, entry, call, culprits, budget)
             if path is not None:
@@ -168,7 +168,7 @@ def _shows(path: Path, backend: Any, *, dynamic: bool | None) -> bool:
     if backend == "eager":
         beside, model = [None] * len(expected), graph
     else:
-        model = _inductor.compiled_alone(graph, backend, dynamic=dynamic)
+        model = dynamo.compiled_alone(graph, backend, dynamic=dynamic)
     with random_as_eager(backend), contextlib.redirect_stdout(io.StringIO()):
         actual = file.compute(model, wide=False)
         return bool(file.verdict(file.limits(), actual, expected, beside))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from modulecheck import _inductor, _torch
+from modulecheck import _torch, dynamo
 from modulecheck.backends import recompile_limit_hits
 from modulecheck.hooks import Ran, counted
 
@@ -78,16 +78,16 @@ class CompileLog:
     @contextlib.contextmanager
     def call(self, name: str, module: nn.Module) -> Iterator[Compiled]:
         """Takes down what one call of a module compiles and runs; final after the context."""
-        mark, warnings = _inductor.last_attempt(), len(self._warnings)
+        mark, warnings = dynamo.last_attempt(), len(self._warnings)
         with counted() as ran:
             found = Compiled(ran)
             yield found
-        self._note(found, _inductor.attempts_since(mark), name, type(module))
+        self._note(found, dynamo.attempts_since(mark), name, type(module))
         if len(self._warnings) > warnings and not found.limit_hit:
             found.limit_hit = f"Dynamo reached {_LIMIT}; {_LOOK}"
 
     def _note(
-        self, found: Compiled, attempts: list[_inductor.Attempt], name: str, kind: type[nn.Module]
+        self, found: Compiled, attempts: list[dynamo.Attempt], name: str, kind: type[nn.Module]
     ) -> None:
         for attempt in attempts:
             frame = attempt.version[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modulecheck import _inductor, _torch, trees
+from modulecheck import _torch, dynamo, trees
 from modulecheck.artifacts import Artifact, compiled_and_kept
 from modulecheck.backends import compiles_only_inlined, inlined, is_own_inductor, load_backend
 from modulecheck.distributed import is_fsdp2
@@ -76,7 +76,7 @@ class CountingBackend:
         return hash(self.backend) if isinstance(self.backend, str) else id(self.backend)
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
-        artifact, version = None, _inductor.version_compiled_now()
+        artifact, version = None, dynamo.version_compiled_now()
         if is_own_inductor(self.backend):
             artifact = compiled_and_kept(graph, inputs, self._names(), **options)
             compiled = artifact.compiled
@@ -116,7 +116,7 @@ def _compiled(
     elif compiles_only_inlined(module):
         call = inlined(call, _tag(module, None))
         code = _code_of(call)
-    return _inductor.compiled_apart(
+    return dynamo.compiled_apart(
         call, code, CountingBackend(backend, module), num_modules=num_modules
     )
 

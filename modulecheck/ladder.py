@@ -54,7 +54,7 @@ def name_of(backend: Any) -> str:
 
 
 def climb(rerun: Rerun, budget: Budget, on_progress: Progress) -> Ladder:
-    """Run the stages that are needed; call it inside `_inductor.isolated()`.
+    """Run the stages that are needed; call it inside `dynamo.isolated()`.
 
     What the step itself had compiled runs first: a fault may be in that code alone.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from modulecheck import _inductor
+from modulecheck import dynamo
 from modulecheck.advice import with_advice
 from modulecheck.budget import Budget, Progress
 from modulecheck.culprit import NOT_REPRODUCED, Culprit
@@ -55,7 +55,7 @@ def locate(
     place = Place(Rerun(call, module))
     if place.rerun.eager.problem:
         return [not_reproduced(place, f"eager raised {place.rerun.eager.problem}", budget)]
-    with _inductor.isolated():
+    with dynamo.isolated():
         found = _search(place, budget, progress)
     refused = "; ".join(budget.refused[before:])
     return [_with(item, refused) for item in found]

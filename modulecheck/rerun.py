@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from modulecheck import _inductor, _torch
+from modulecheck import _torch, dynamo
 from modulecheck.backends import compiles_only_inlined, inlined
 from modulecheck.compared import Array, Compared, Documented, Rule
 from modulecheck.goldens import Goldens, Key, array_of, results_of
@@ -105,11 +105,11 @@ class Rerun:
         return found
 
     def compiled(self, backend: Any, *, dynamic: bool | None = None) -> Outcome:
-        """Compiled by a backend, alone; call it inside `_inductor.isolated()`."""
+        """Compiled by a backend, alone; call it inside `dynamo.isolated()`."""
         call: Any = _torch.call_impl(self.module)
         if self.call.cast_dtype is None and compiles_only_inlined(self.module):
             call = inlined(call, None)
-        return self.run(_inductor.compiled_alone(call, backend, dynamic=dynamic))
+        return self.run(dynamo.compiled_alone(call, backend, dynamic=dynamic))
 
     # ---- judging ----
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modulecheck import _inductor, _torch
+from modulecheck import _torch, dynamo
 from modulecheck.call_graphs import graphs_of, state_of
 from modulecheck.graph_limits import loaded
 from modulecheck.graph_repro import DEFAULT_REPRO_BYTES
@@ -232,7 +232,7 @@ class _Divergence:
 
 
 def _one_graph(call: RecordedCall) -> Any:
-    with _inductor.isolated():
+    with dynamo.isolated():
         found = graphs_of(Rerun(call))
     name = call.name or "<root>"
     if len(found) != 1:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from modulecheck import _inductor
+from modulecheck import dynamo
 from modulecheck.bisecting import FirstBad, first_bad_node
 from modulecheck.budget import Budget
 from modulecheck.graph_capture import Capture, Given
@@ -33,9 +33,9 @@ def captured(dtype: torch.dtype = torch.float32, function: Any = cancelling) -> 
     torch.manual_seed(0)
     x, weight = torch.randn(8, 6, dtype=dtype), torch.randn(6, 6, dtype=dtype, requires_grad=True)
     capture = Capture()
-    with _inductor.isolated():
+    with dynamo.isolated():
         backend = capture.around(lambda graph, inputs: graph.forward)
-        _inductor.compiled_alone(function, backend, dynamic=None)(x, weight)
+        dynamo.compiled_alone(function, backend, dynamic=None)(x, weight)
     (given,) = capture.given
     return given
 

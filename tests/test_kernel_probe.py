@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from modulecheck import _inductor
+from modulecheck import dynamo
 from modulecheck.graph_capture import Capture
 from modulecheck.kernel_probe import instrumented, kernel_calls
 from modulecheck.kernels import probe
@@ -165,9 +165,9 @@ def test_triton_kernels_of_a_real_artifact_are_compared() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64)).cuda()
     inputs = torch.randn(16, 32, device="cuda")
     capture = Capture()
-    with _inductor.isolated(), torch.no_grad():
+    with dynamo.isolated(), torch.no_grad():
         backend = capture.around(capture.inductor)
-        _inductor.compiled_alone(model.forward, backend, dynamic=None)(inputs)
+        dynamo.compiled_alone(model.forward, backend, dynamic=None)(inputs)
     (captured,) = capture.graphs
     found = probe(captured, captured.runs[0])
     assert found.num_kernels >= 2

@@ -161,6 +161,7 @@ LAYERS = {
             "_inductor",
             "collective_findings",
             "collectives",
+            "dynamo",
             "graphs",
             "ranks",
             "selection",

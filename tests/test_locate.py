@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modulecheck import PrecisionChecker, _inductor
+from modulecheck import PrecisionChecker, _inductor, dynamo
 from modulecheck.budget import Budget
 from modulecheck.culprit import NOT_REPRODUCED, Culprit
 from modulecheck.graph_capture import Capture
@@ -284,9 +284,9 @@ def test_advice_was_tried_and_names_the_module() -> None:
 def test_no_kernel_of_a_clean_model_is_called_wrong() -> None:
     model, ids = transformer()
     capture = Capture()
-    with _inductor.isolated():
+    with dynamo.isolated():
         backend = capture.around(capture.inductor)
-        _inductor.compiled_alone(model.forward, backend, dynamic=None)(ids).sum().backward()
+        dynamo.compiled_alone(model.forward, backend, dynamic=None)(ids).sum().backward()
     assert [item.phase for item in capture.graphs] == ["forward", "backward"]
     for captured in capture.graphs:
         found = probe(captured, captured.runs[0])
@@ -451,8 +451,8 @@ class ReadsLate(nn.Module):
 @pytest.mark.slow
 def test_inputs_of_a_compiled_graph_are_named() -> None:
     capture = Capture()
-    with _inductor.isolated(), torch.no_grad():
-        _inductor.compiled_alone(ReadsLate().forward, capture.inductor, dynamic=None)(torch.ones(3))
+    with dynamo.isolated(), torch.no_grad():
+        dynamo.compiled_alone(ReadsLate().forward, capture.inductor, dynamic=None)(torch.ones(3))
     (captured,) = capture.graphs
     nodes = [node for node in captured.lowered_graph.graph.nodes if node.op == "placeholder"]
     places = [_inductor.place_of_input(node) for node in nodes]
