@@ -39,8 +39,8 @@ class Door:
         """What a path leads to; modules on the way are imported.
 
         Raises:
-            OpcheckError: this version of torch does not have it; the message names the path, the
-                version, and those that were tested.
+            OpcheckError: this version of torch does not have it; the message names the path as far
+                as the first part that is missing, the version, and those that were tested.
         """
         first, *names = path.split(".")
         found: Any = importlib.import_module(first)
@@ -50,16 +50,16 @@ class Door:
             try:
                 found = look(found, name.removesuffix("()"))
             except AttributeError:
-                found = self._imported(at, path)
+                found = self._imported(at)
             if name.endswith("()"):
                 found = found()
         return found
 
-    def _imported(self, module: str, path: str) -> Any:
+    def _imported(self, module: str) -> Any:
         try:
             return importlib.import_module(module)
         except ImportError:
-            raise self._lacks(path) from None
+            raise self._lacks(module) from None
 
     def later(self, path: str) -> Callable[[], Any]:
         """A function that gives what the path leads to by then."""
