@@ -164,6 +164,21 @@ def _interpolated(inputs: Inputs, golden: Array, dtype: str) -> Array:
     return np.full(golden.shape, 0.5 * EPS[dtype] * _root_mean_square(_first(inputs)))
 
 
+def _at_positions(inputs: Inputs, golden: Array, dtype: str) -> Array:
+    x = _first(inputs)  # batch, channels, and the sizes that are resized
+    farthest = sum(x.shape[2:])
+    share = 0.125 * compute_eps(dtype) * farthest
+    return np.full(golden.shape, share * _root_mean_square(x))
+
+
+def _gradient_at_positions(inputs: Inputs, golden: Array, dtype: str) -> Array:
+    grad = _first(inputs)
+    num_terms = max(1.0, 2.0 ** (golden.ndim - 2) * grad.size / max(golden.size, 1))
+    typical = max(math.sqrt(num_terms) * _root_mean_square(grad), _root_mean_square(golden))
+    share = 0.125 * compute_eps(dtype) * sum(golden.shape[2:])
+    return np.full(golden.shape, share * typical)
+
+
 def _floored(inputs: Inputs, golden: Array, dtype: str) -> Array:
     rounding: Array = EPS[dtype] * np.absolute(golden)
     dividend, divisor = _first(inputs), inputs[1] if len(inputs) > 1 else None
@@ -187,6 +202,16 @@ _WEIGHTS = Allowance(
     evidence="interpolation weights in 16 bit: 75 calls an op, |y-g| up to 2.5 * eps * rms(x) (3 in"
     " all allowed; up to 15.9 times the plain limit), shift 1.24 times its limit",
 )
+_POSITIONS = Allowance(
+    extra=_at_positions,
+    evidence="positions of pixels are computed in float32 and are off by eps * size of a pixel:"
+    " |y-g| up to 4 * 2^-23 * rms(x) * the sum of the sizes, inputs of 3 to 255 pixels a side",
+)
+_POSITIONS_BACKWARD = Allowance(
+    extra=_gradient_at_positions,
+    evidence="as forward, summed over the pixels that a gradient is of: 3.3 times the plain limit",
+)
+_RESIZED = (_WEIGHTS, _POSITIONS)
 _GRID = Allowance(
     half_result=True,
     bound=lambda inputs, golden, dtype: 2.5 * _top(inputs[0]),
@@ -333,13 +358,24 @@ ALLOWANCES: Mapping[str, Allowance | tuple[Allowance, ...]] = MappingProxyType(
         "floor_divide": _FLOOR_DIVISION,
         "mse_loss_backward": _CONSTANT_FACTOR,
         "huber_loss_backward": _CONSTANT_FACTOR,
-        "upsample_linear1d": _WEIGHTS,
-        "upsample_bicubic2d": _WEIGHTS,
-        "upsample_trilinear3d": _WEIGHTS,
-        "upsample_bicubic2d_backward": Allowance(
-            half_result=True,
-            shift_factor=2.5,
-            evidence="weights in 16 bit: shift 1.75 times its limit (bf16, scale_factor 0.6)",
+        "upsample_linear1d": _RESIZED,
+        "upsample_bilinear2d": _RESIZED,
+        "upsample_bicubic2d": _RESIZED,
+        "upsample_trilinear3d": _RESIZED,
+        "_upsample_bilinear2d_aa": _RESIZED,
+        "_upsample_bicubic2d_aa": _RESIZED,
+        "upsample_linear1d_backward": _POSITIONS_BACKWARD,
+        "upsample_bilinear2d_backward": _POSITIONS_BACKWARD,
+        "upsample_trilinear3d_backward": _POSITIONS_BACKWARD,
+        "_upsample_bilinear2d_aa_backward": _POSITIONS_BACKWARD,
+        "_upsample_bicubic2d_aa_backward": _POSITIONS_BACKWARD,
+        "upsample_bicubic2d_backward": (
+            Allowance(
+                half_result=True,
+                shift_factor=2.5,
+                evidence="weights in 16 bit: shift 1.75 times its limit (bf16, scale_factor 0.6)",
+            ),
+            _POSITIONS_BACKWARD,
         ),
         "mkldnn_rnn_layer": _STEPS,
         "mkldnn_rnn_layer_backward": _STEPS,
