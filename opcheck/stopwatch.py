@@ -15,8 +15,9 @@ import torch
 from opcheck.calls import Call, place_of
 from opcheck.intercept import CheckMode
 from opcheck.outside import outside_everything
-from opcheck.overhead import OverheadBudget, Place
+from opcheck.overhead import OverheadBudget
 from opcheck.switch import Observer
+from opcheck.waiting import Place
 
 __all__ = ["Stopwatch", "dispatch_seconds"]
 

@@ -17,7 +17,7 @@ from modulecheck import PrecisionChecker
 from opcheck.golden import contents_kept
 from opcheck.groups import Group
 from opcheck.mirrors import Mirrors
-from opcheck.overhead import FIRST, LEAST, RARE, REST, _Waiting
+from opcheck.waiting import FIRST, LEAST, RARE, REST, Waiting
 from tests.compiled import DYNAMO_WARNS
 
 FEW, MANY = 8, 64
@@ -229,7 +229,7 @@ CHANGES = st.one_of(
 
 @given(st.lists(CHANGES, max_size=60))
 def test_reserve_is_that_of_all_that_wait(changes):
-    waiting, kept = _Waiting(), {}
+    waiting, kept = Waiting(), {}
     for kind, *rest in changes:
         if kind == "add":
             waiting.add(*rest)

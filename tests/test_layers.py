@@ -24,6 +24,7 @@ LAYERS = {
             "repro_judge",
             "tolerances",
             "version",
+            "waiting",
             "whole_files",
         },
         {"private_names", "record_json"},
