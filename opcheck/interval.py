@@ -46,6 +46,12 @@ def _local_typical(moved: Array, spacing: Array) -> Array:
     return np.minimum(_typical(moved, rms(moved)), spacing * _typical(relative, rms(relative)))
 
 
+def _num_effective(values: Array) -> float:
+    """How many different values a mean is taken of; less than there are, if some come often."""
+    counts = np.unique(values, return_counts=True)[1].astype(np.float64)
+    return float(counts.sum() ** 2 / max(1.0, np.dot(counts, counts)))
+
+
 def judge_elements(
     part: Part, baseline: Array | None, perturbed: Draw | None, rule: Rule
 ) -> Outcome:
@@ -231,8 +237,11 @@ class _Ranking:
     def _has_distinct_values(self) -> bool:
         if self.golden.size < tol.MIN_ELEMENTS:
             return False
-        sample = round_to(self.golden[: tol.DISTINCT_SAMPLE], self.rule.dtype)
-        return len(np.unique(sample)) >= tol.MIN_DISTINCT
+        sample = self.golden[: tol.DISTINCT_SAMPLE]
+        if len(np.unique(round_to(sample, self.rule.dtype))) < tol.MIN_DISTINCT:
+            return False
+        sample = sample[sample != 0.0].astype(np.float32)
+        return _num_effective(sample) >= min(tol.MIN_ELEMENTS, sample.size / 2)
 
     def verdict(self, shift: float, shift_limit: float) -> tuple[str, str]:
         """What the mean and rms tests find, and a sentence about it; "" and "" if nothing."""

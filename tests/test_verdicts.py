@@ -309,6 +309,23 @@ def test_constants_do_not_trip_the_mean_test() -> None:
     assert golden_only(actual, golden, BF16).passed
 
 
+def test_rounding_that_many_elements_share_is_no_shift() -> None:
+    """As in the gradient of a convolution's input: the values inside are the same, at borders not."""
+    golden = rounded(np.concatenate([np.repeat(normal(8), 200), normal(600, seed=1)]), "bfloat16")
+    golden = golden.astype(np.float64)
+    wrong = np.arange(golden.size) < 1600
+    actual = rounded(golden * np.where(wrong, 1.01, 1.0), "bfloat16")
+    assert golden_only(actual, golden, BF16).passed
+    others = normal(2200, seed=2)
+    shifted = rounded(others * np.where(wrong, 1.01, 1.0), "bfloat16")
+    assert not golden_only(shifted, others, BF16).passed
+
+
+def test_zeros_do_not_hide_a_shift() -> None:
+    golden = normal(4096) * (np.arange(4096) % 2 == 0)
+    assert not golden_only(rounded(golden * 1.01, "bfloat16"), golden, BF16).passed
+
+
 def test_a_conjugate_fails() -> None:
     golden = normal(50) + 1j * normal(50, seed=1)
     actual = golden.astype(np.complex64)
