@@ -310,7 +310,7 @@ def test_constants_do_not_trip_the_mean_test() -> None:
 
 
 def test_rounding_that_many_elements_share_is_no_shift() -> None:
-    """As in the gradient of a convolution's input: the values inside are the same, at borders not."""
+    """As in the input gradient of a convolution: inside all the same, at the borders not."""
     golden = rounded(np.concatenate([np.repeat(normal(8), 200), normal(600, seed=1)]), "bfloat16")
     golden = golden.astype(np.float64)
     wrong = np.arange(golden.size) < 1600
