@@ -241,7 +241,7 @@ class _Ranking:
         if len(np.unique(round_to(sample, self.rule.dtype))) < tol.MIN_DISTINCT:
             return False
         sample = sample[sample != 0.0].astype(np.float32)
-        return _num_effective(sample) >= min(tol.MIN_ELEMENTS, sample.size / 2)
+        return bool(_num_effective(sample) >= min(tol.MIN_ELEMENTS, sample.size / 2))
 
     def verdict(self, shift: float, shift_limit: float) -> tuple[str, str]:
         """What the mean and rms tests find, and a sentence about it; "" and "" if nothing."""
