@@ -161,7 +161,7 @@ class _Holder(nn.Module):
 
 
 def same_dtype(tensor: Tensor, name: str) -> Tensor:
-    """An own copy in the same dtype; parameters are not copied, nobody may write them."""
+    """The same memory, without autograd; nobody may write to it."""
     return tensor.detach()
 
 

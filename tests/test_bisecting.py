@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from modulecheck.budget import Budget
 from modulecheck.graph_capture import Capture, Given
 from tests.compiled import DYNAMO_WARNS
 
-pytestmark = DYNAMO_WARNS
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def cancelling(x: Tensor, weight: Tensor) -> Tensor:
@@ -80,12 +79,6 @@ def found(
         ambient=contextlib.nullcontext,
         budget=Budget(compiles=60),
     )
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

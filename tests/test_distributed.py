@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +11,9 @@ import pytest
 
 import opcheck
 from opcheck import Verdict
+from tests.on_ranks import free_port
 
 ROOT = Path(__file__).parents[1]
-
-
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

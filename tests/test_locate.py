@@ -37,15 +37,14 @@ from tests.planted_lowerings import (
     wrong_when_fused,
 )
 
-pytestmark = [needs_compiler, DYNAMO_WARNS]
+pytestmark = [needs_compiler, DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
+def threads_kept() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    torch._dynamo.reset()
 
 
 Step = Callable[[], Any]

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from benchmarks import bench_compile
 from tests.compiled import DYNAMO_WARNS
 
-pytestmark = [pytest.mark.slow, DYNAMO_WARNS]
+pytestmark = [pytest.mark.slow, DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 CASES = {case.name: case for case in bench_compile.cases()}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def test_matrix_has_enough_of_both() -> None:

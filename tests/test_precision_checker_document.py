@@ -5,7 +5,6 @@ The backend counts executions of compiled code; the printed text and the CSV are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,12 @@ from tests.documented import (
     shown,
 )
 
-pytestmark = DYNAMO_WARNS
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
+def seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 # ---- quick start --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ The backend counts executions of compiled code; the printed text and the CSV are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,13 @@ from tests.documented import (
     shown,
 )
 
-pytestmark = DYNAMO_WARNS
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 EXACT = r"\d\.\d{6}e[+-]\d\d"
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
+def seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 class TokenModel(nn.Module):

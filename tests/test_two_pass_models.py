@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,14 +23,8 @@ from tests.compiled import (
 )
 from tests.two_pass import two_pass
 
-pytestmark = DYNAMO_WARNS
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 BACKENDS = ["aot_eager", INDUCTOR]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", KINDS)
