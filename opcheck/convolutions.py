@@ -11,6 +11,7 @@ rule of any convolution; it never fails a call by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from opcheck.projection import SUSPECT, Residual
 from opcheck.records import SkipReason
 from opcheck.sampled import Criterion, Judged, judge_parts, nonfinite_places, rng_of, sample_of
 from opcheck.slices import Pick, Space, part_of_slices
+from opcheck.tolerances import MIN_ELEMENTS
 
 __all__ = ["is_convolution", "judge_convolution"]
 
@@ -172,8 +174,14 @@ def _group_blocks(call: Call, outputs: list[int], rng: np.random.Generator) -> I
     """Gradients of some groups, each as those of a convolution without groups; of all biases."""
     x, weight, groups = argument(call, "input"), argument(call, "weight"), argument(call, "groups")
     of_group, in_group = weight.shape[0] // groups, weight.shape[1]
-    most = max(1, min(NUM_CHANNELS, MAX_FACTOR * x.shape[1] // x.numel()))
-    for group in np.unique([0, int(rng.integers(groups)), groups - 1]) if 1 in outputs else ():
+    within = MAX_FACTOR * x.shape[1] // x.numel()
+    most = max(1, min(NUM_CHANNELS, within))
+    chosen = np.empty(0, dtype=np.int64)
+    if 1 in outputs and in_group == 1:
+        yield _depthwise_block(call, within, rng)
+    elif 1 in outputs:
+        chosen = np.unique([0, int(rng.integers(groups)), groups - 1])
+    for group in chosen:
         rows = group * of_group + np.sort(rng.permutation(of_group)[:most])
         columns = np.sort(rng.permutation(in_group)[:most])
         to_rows = _rows_of_weight(call, [1])
@@ -195,6 +203,20 @@ def _group_blocks(call: Call, outputs: list[int], rng: np.random.Generator) -> I
             to_rows, tensors={"grad_output": (1,)}, changes={**to_rows.changes, **changes}
         )
         yield [_pick(space, most, rng)]
+
+
+def _depthwise_block(call: Call, within: int, rng: np.random.Generator) -> list[Pick]:
+    """Gradients of some groups at once: of few elements each, but enough for tests of the mean."""
+    x, weight, groups = argument(call, "input"), argument(call, "weight"), argument(call, "groups")
+    of_group = weight.shape[0] // groups
+    enough = math.ceil(MIN_ELEMENTS / max(1, weight.numel() // groups))
+    count = min(groups, max(NUM_CHANNELS, min(enough, within)))
+    chosen = np.union1d(rng.permutation(groups)[:count], [0, groups - 1])
+    rows = (chosen[:, None] * of_group + np.arange(of_group)).reshape(-1)
+    to_rows = _rows_of_weight(call, [1])
+    there = x.detach()[:, torch.from_numpy(chosen).to(x.device)].to("cpu")
+    changes = {"input": _always(there), "groups": _always(len(chosen))}
+    return [Pick(replace(to_rows, changes={**to_rows.changes, **changes}), (rows,))]
 
 
 def _always(value: Any) -> Callable[[int], Any]:

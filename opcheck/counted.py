@@ -159,12 +159,16 @@ def _unique(call: Call, results: tuple[Tensor, ...]) -> Iterator[_Claim]:
         return
     else:
         used = np.zeros(values.size, dtype=np.int64)
+        num_nan = 0
         for start, elements in _chunks(x):
+            num_nan += int(np.isnan(elements).sum())
             at = np.minimum(np.searchsorted(ordered, elements), values.size - 1)
             yield _Claim(0, "each element is among the values", ordered[at], elements, start)
             used += np.bincount(at, minlength=values.size)
         # each NaN is a value of its own, and the search finds all of them at the first
         used[np.isnan(ordered)] = 1
+        given = np.array([np.isnan(ordered).sum()])
+        yield _Claim(0, "number of NaN", given, np.array([num_nan]))
     if results[2].numel():
         yield _Claim(2, "counts", host_array(results[2]), used)
     yield _Claim(0, "each value is an element", used > 0, np.ones(values.size, dtype=bool))

@@ -353,6 +353,43 @@ def test_a_fault_in_any_result_is_found(tmp_path, op, number, change):
     assert record_of(session, full).verdict is Verdict.FAIL
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_a_scaled_depthwise_gradient_in_16_bit_is_found(tmp_path, seed, multiplier):
+    """Of 9 or 18 elements at a time there is no mean: 1.1 times the gradient passed."""
+    torch.manual_seed(seed)
+    image = torch.randn(4, 8, 20, 20, dtype=torch.bfloat16)
+    kernel = torch.randn(8 * multiplier, 1, 3, 3, dtype=torch.bfloat16)
+
+    def step():
+        gradients(lambda x, w: F.conv2d(x, w, groups=8), image, kernel)
+
+    op = "convolution_backward.default"
+    assert record_of(checked(tmp_path, step), op).verdict is Verdict.PASS
+    with planted(f"aten.{op}", of_result(1, lambda y: y.mul_(1.1))):
+        session = checked(tmp_path, step)
+    assert record_of(session, op).verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("sort", [True, False])
+def test_a_nan_more_than_was_given_is_found(tmp_path, sort):
+    values = X.clone().view(-1)[:20_000]
+    values[::700] = torch.nan
+    with planted(
+        "aten._unique2.default",
+        lambda original: (
+            lambda *args, **kwargs: (
+                torch.cat([(out := original(*args, **kwargs))[0], torch.tensor([torch.nan])]),
+                *out[1:],
+            )
+        ),
+    ):
+        session = checked(tmp_path, lambda: torch.unique(values, sorted=sort))
+    (record,) = [item for item in session.records if item.op == "aten._unique2.default"]
+    assert record.verdict is Verdict.FAIL
+    assert "number of NaN" in record.reason
+
+
 def test_a_fault_in_the_gradient_of_an_upsampling_is_found(tmp_path):
     op = "upsample_bilinear2d_backward.default"
     with planted(f"aten.{op}", spoiled(lambda y: y.mul_(1.01))):
