@@ -25,7 +25,7 @@ from benchmarks.subjects import HALF, NotHereError, Subject
 from opcheck import kernel_table
 from opcheck.calls import Call
 from opcheck.compare import Leaf, leaves_of
-from opcheck.factors import uses_tf32
+from opcheck.factors import factor_step
 from opcheck.golden_rules import READS_STORAGE
 from opcheck.large_table import is_pointwise
 from opcheck.references import Result
@@ -250,7 +250,7 @@ def tf32_inputs(subject: Subject) -> Iterator[Result]:
     """Factors rounded to 10 bits of mantissa, products added up in float32."""
     call = subject.call
     call.device_type = "cuda"
-    factors = [tensor for tensor in subject.tensors() if uses_tf32(call, tensor)]
+    factors = [tensor for tensor in subject.tensors() if factor_step(call, tensor)]
     bound = call.traits.bound(call.args, call.kwargs)
     added = [value for param, value in bound if param.name in _ADDED.get(_family(call), ())]
     if not factors:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opcheck.arrays import Array
 from opcheck.calls import Call
-from opcheck.factors import uses_tf32
+from opcheck.factors import factor_step
 from opcheck.golden_rules import argument
 from opcheck.projection import Residual, random_signs, residual_of
 
@@ -76,7 +76,7 @@ def _residual(
     x = argument(call, "input")
     return residual_of(
         actual, expected, squares, inputs=inputs, dtype=dtype, input_dtype=x.dtype, depth=depth,
-        tf32=uses_tf32(call, x), other_hardware=call.on_device, block=1,
+        factor_step=factor_step(call, x), other_hardware=call.on_device, block=1,
     )  # fmt: skip
 
 

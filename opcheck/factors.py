@@ -12,7 +12,7 @@ from opcheck.calls import Call
 from opcheck.runstate import factor_precision
 from opcheck.tolerances import op_class
 
-__all__ = ["factor_step", "is_product", "kind_of_product", "uses_tf32"]
+__all__ = ["factor_step", "is_product", "kind_of_product"]
 
 _STEPS = MappingProxyType({"tf32": 2.0**-11, "bf16": 2.0**-9})
 """Largest relative error of a factor that is rounded to 10 and to 8 bits."""
@@ -48,11 +48,6 @@ def factor_step(call: Call, tensor: Tensor) -> float:
     if device == "cpu" and not _torch.cpu_multiplies_in_tiles():
         return 0.0
     return _STEPS.get(factor_precision(device, kind_of_product(base)), 0.0)
-
-
-def uses_tf32(call: Call, tensor: Tensor) -> bool:
-    """Products of this tensor may round it to TF32, or further."""
-    return factor_step(call, tensor) > 0.0
 
 
 def kind_of_product(base: str) -> str:

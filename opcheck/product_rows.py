@@ -66,7 +66,7 @@ class ExactRows:
     def _judge(self, criterion: Criterion) -> Outcome:
         product = self.product
         drift = 2.0**-24 * product.depth / 16.0 if product.other_hardware else 0.0
-        drift += 2.0**-10 if product.has_tf32 else 0.0
+        drift += 2.0 * product.factor_step
         rule = Rule(
             dtype=self.dtype,
             op_class="mm",
@@ -93,7 +93,7 @@ class ExactRows:
     def _spread(self) -> Array:
         """How far inputs moved by one spacing move the rows, for random signs."""
         product = self.product
-        eps = 2.0**-10 if product.has_tf32 else float(torch.finfo(product.a.dtype).eps)
+        eps = 2.0 * product.factor_step or float(torch.finfo(product.a.dtype).eps)
         left = product.rows_of_a(self.rows).to(product.golden_dtype).square_()
         squares = rows_times(left, product.b, Scratch(), squared=True).to(torch.float64)
         spread: Array = eps * abs(product.alpha) * np.sqrt(squares.numpy())

@@ -14,7 +14,7 @@ from opcheck.arrays import Array
 from opcheck.calls import Call
 from opcheck.compare import Judgement
 from opcheck.drift import shift_of
-from opcheck.factors import uses_tf32
+from opcheck.factors import factor_step
 from opcheck.golden_rules import argument
 from opcheck.passes import Scratch, rows_times
 from opcheck.product_rows import ExactRows, edge_rows
@@ -87,7 +87,7 @@ def products_of(call: Call, out: Any) -> list[Product]:
         a=a, b=b, y=y,
         added=added if isinstance(added, Tensor) and base not in ("mm", "bmm", "matmul") else None,
         alpha=float(argument(call, "alpha", 1)), beta=float(argument(call, "beta", 1)),
-        tf32=uses_tf32(call, a), other_hardware=call.on_device or y.device.type != "cpu",
+        factor_step=factor_step(call, a), other_hardware=call.on_device or y.device.type != "cpu",
     )  # fmt: skip
     if y.dim() == 2:
         return [common]
@@ -140,8 +140,8 @@ def _placed(metrics: Metrics, out: Tensor, number: int) -> Metrics:
 def _scale_limit(product: Product, residual: Residual) -> float:
     if product.is_half:
         limit = _EPS[product.y.dtype] / 8.0
-    elif product.has_tf32:
-        limit = 2e-3
+    elif product.factor_step:
+        limit = 4.1 * product.factor_step
     else:
         limit = 2.0**-24 * (64.0 + product.depth / 16.0)
     return limit + _SCALE_SIGMAS * residual.scale_sigma

@@ -43,8 +43,8 @@ _LEAST_SUSPECT, _OF_NOISE = 3.0, 5.5
 """16-bit results round by a known amount, so that one of so many times the noise of all residuals
 is looked at too. Of 65,536 correct ones one in 400 products has such a residual, and what is looked
 at is judged by the rule of any product."""
-TF32_RMS = 0.4 * 2.0**-10
-"""Relative rounding of TF32 inputs, as a share of one product's typical size."""
+FACTOR_RMS = 0.8
+"""Rounding of one product whose factors were rounded, in units of a factor's largest error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class Product:
     """Broadcast to [M, N]."""
     alpha: float = 1.0
     beta: float = 1.0
-    tf32: bool = False
-    """The inputs may have been rounded to TF32."""
+    factor_step: float = 0.0
+    """Largest relative error to which float32 inputs may have been rounded first (TF32: 2^-11)."""
     other_hardware: bool = False
     """Not a CPU: accumulators may truncate, and partial sums may be kept in 16 bit."""
 
@@ -92,11 +92,6 @@ class Product:
         """Some rows of the first factor, copied to the CPU."""
         index = torch.from_numpy(rows).to(self.a.device)
         return self.a.index_select(0, index).to("cpu")
-
-    @property
-    def has_tf32(self) -> bool:
-        """TF32 is allowed and these inputs can be rounded to it."""
-        return self.tf32 and self.a.dtype is torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +200,7 @@ def project(
         _array(of_y), expected, square,
         inputs=lambda rows: product.alpha**2 * _input_squares(product, rows, blocks, scratch),
         dtype=product.y.dtype, input_dtype=product.a.dtype, depth=product.depth,
-        tf32=product.has_tf32, other_hardware=product.other_hardware, block=width,
+        factor_step=product.factor_step, other_hardware=product.other_hardware, block=width,
     )  # fmt: skip
     return Projection(residual, rows)
 
@@ -237,7 +232,7 @@ def residual_of(
     dtype: torch.dtype,
     input_dtype: torch.dtype,
     depth: float,
-    tf32: bool,
+    factor_step: float,
     other_hardware: bool,
     block: int,
 ) -> Residual:
@@ -252,7 +247,7 @@ def residual_of(
         dtype: of the result.
         input_dtype: of the factors.
         depth: terms summed for one element.
-        tf32: the factors may have been rounded to TF32.
+        factor_step: see `Product`.
         other_hardware: see `Product`.
         block: columns in a block.
     """
@@ -261,8 +256,8 @@ def residual_of(
     summing = 9.0 * unit**2 * (depth / 6.0 + 8.0)
     if other_hardware:  # accumulators of tensor cores truncate: 2^-24 for every 16 terms
         summing += (depth / 16.0 * unit) ** 2
-    of_tf32 = TF32_RMS**2 if tf32 and not half else 0.0
-    rounding = (_EPS[dtype] / 4.0) ** 2 if half else of_tf32
+    of_factors = 0.0 if half else (FACTOR_RMS * factor_step) ** 2
+    rounding = (_EPS[dtype] / 4.0) ** 2 if half else of_factors
     tiny = (torch.finfo(dtype).smallest_normal * _EPS[dtype] * 16.0) ** 2
     with np.errstate(all="ignore"):
         allowed = square * (summing + rounding)
@@ -278,7 +273,7 @@ def residual_of(
         if hot.size and inputs is not None:
             z = strict.copy()
             of_inputs = inputs(hot)
-            allowed[hot] += (summing + of_tf32) * of_inputs
+            allowed[hot] += (summing + of_factors) * of_inputs
             strict[hot] = np.sqrt(squared[hot] / allowed[hot])
             if half:
                 # partial sums kept in 16 bit round at the size of what is summed

@@ -15,6 +15,7 @@ from torch import Tensor
 from opcheck import Verdict, _torch, check
 from opcheck.runstate import RunState
 from tests.device_results import judged
+from tests.faults import planted
 
 aten = torch.ops.aten
 
@@ -96,6 +97,26 @@ def test_a_bfloat16_product_of_the_cpu_passes_where_it_is_allowed_and_possible(
     assert not judged(func, args, out, on_device=False).passed
     with precision_of(torch.backends.mkldnn.matmul, "bf16"):
         assert judged(func, args, out, on_device=False).passed == in_tiles
+
+
+@pytest.mark.parametrize("in_tiles", [True, False])
+def test_so_does_a_large_one(
+    in_tiles: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The bounds of TF32 were applied, and bfloat16 is four times as coarse."""
+    monkeypatch.setattr(_torch, "cpu_multiplies_in_tiles", lambda: in_tiles)
+    a, b = random(1100, 1100), random(1100, 1100)
+    product = a.bfloat16().float() @ b.bfloat16().float()
+    with (
+        planted("aten.mm.default", lambda original: lambda *args: product.clone()),
+        precision_of(torch.backends.mkldnn.matmul, "bf16"),
+        check(log_dir=tmp_path, quiet=True) as session,
+    ):
+        torch.mm(a, b)
+    (record,) = session.records
+    assert record.sample is not None
+    assert record.sample.strategy == "projection"
+    assert (record.verdict is Verdict.PASS) == in_tiles, record.reason
 
 
 def test_the_run_state_is_read_where_the_new_settings_are_in_use() -> None:

@@ -103,11 +103,18 @@ def to_tf32(x):
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
+def to_bfloat16(x):
+    return x.bfloat16().float()
+
+
 @pytest.mark.parametrize("data", ["normal", "positive"])
-def test_tf32_is_explained_where_it_is_allowed_and_not_elsewhere(data):
+@pytest.mark.parametrize(("rounded", "step"), [(to_tf32, 2.0**-11), (to_bfloat16, 2.0**-9)])
+def test_rounded_factors_are_explained_where_they_are_allowed_and_not_elsewhere(
+    data, rounded, step
+):
     a, b = factors(data, torch.float32)
-    y = to_tf32(a) @ to_tf32(b)
-    product = Product(a=a, b=b, y=y, tf32=True, other_hardware=True)
+    y = rounded(a) @ rounded(b)
+    product = Product(a=a, b=b, y=y, factor_step=step, other_hardware=True)
     strict = Product(a=a, b=b, y=y)
     assert project(product, np.random.default_rng(0)).residual.largest < 6.0
     assert project(strict, np.random.default_rng(0)).residual.largest > 16.0
