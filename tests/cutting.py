@@ -19,10 +19,15 @@ OURS = tuple(f"{Path(package.__file__).parent}/" for package in (opcheck, module
 
 
 class Cut:
-    """Raises KeyboardInterrupt once, at the `at`-th place; counts them."""
+    """Raises KeyboardInterrupt once, at the `at`-th place; counts them.
+
+    Python itself drops an exception that comes while a generator is closed that nobody holds any
+    more, as that of `any(...)` is once the answer is known: then `was_dropped` is True.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.count, self.where = at, 0, ""
+        self.was_dropped = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
@@ -34,8 +39,16 @@ class Cut:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Give what the function gives; the cut comes inside it."""
+        hook, sys.unraisablehook = sys.unraisablehook, self._dropped
         sys.setprofile(self)
         try:
             return function(*args)
         finally:
             sys.setprofile(None)
+            sys.unraisablehook = hook
+
+    def _dropped(self, unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            self.was_dropped = True
+        else:
+            sys.__unraisablehook__(unraisable)
