@@ -215,14 +215,16 @@ class PrecisionChecker:
         """
         self.install(model)
         try:
-            yield self
+            try:
+                yield self
+            finally:
+                self._uninstall()
         except BaseException:
-            self._uninstall()
+            self._uninstall()  # Ctrl-C may have come at the first instruction of the other one
             if self._run is not None:
                 self._run.forget()
             self._run = None
             raise
-        self._uninstall()
 
     def _uninstall(self) -> None:
         if self._is_installed and self._run is not None:

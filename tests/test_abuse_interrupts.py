@@ -77,6 +77,26 @@ def test_an_interrupt_that_python_drops_is_known() -> None:
     assert set(fates) == {"came", "dropped"}
 
 
+def test_ctrl_c_where_a_checker_is_taken_off_leaves_no_hook() -> None:
+    """At the first instruction of taking off: the hooks stayed on the user's model."""
+    net, _ = make()
+    shape, fates = of_module(net), []
+    for at in range(1, 400):
+        checker = PrecisionChecker(backend="eager")
+        checker.wrap_all_children(net, depth=0)
+        context = checker.installed(net)
+        context.__enter__()
+        cut = Cut(at)
+        try:
+            cut.run(context.__exit__, None, None, None)
+        except KeyboardInterrupt:
+            fates.append(at)
+        assert of_module(net) == shape, cut.where
+        if at > cut.count:
+            break
+    assert len(fates) > 3
+
+
 def surroundings() -> dict[str, Any]:
     from torch.utils import _python_dispatch as notes  # noqa: TID251 - looked at from outside
 
