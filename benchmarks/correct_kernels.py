@@ -24,7 +24,7 @@ from benchmarks.probing import Linear, Moves, is_sum, linear_arguments, orders
 from benchmarks.subjects import HALF, NotHereError, Subject
 from opcheck import kernel_table
 from opcheck.calls import Call
-from opcheck.compare import Leaf, leaves_of
+from opcheck.expected import Leaf, leaves_of
 from opcheck.factors import factor_step
 from opcheck.golden_rules import READS_STORAGE
 from opcheck.large_table import is_pointwise

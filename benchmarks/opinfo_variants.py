@@ -36,9 +36,10 @@ from benchmarks.opinfo_sweep import Case, cases_of, op_infos
 from benchmarks.subjects import HALF, NotHereError, Subject
 from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
-from opcheck.compare import Judgement, is_missing_kernel, judge, leaves_of
+from opcheck.compare import Judgement, judge
 from opcheck.declared import DeclaredDtypes
 from opcheck.drift import Drift
+from opcheck.expected import is_missing_kernel, leaves_of
 from opcheck.generators import generator_states, have_moved, restore_generators
 from opcheck.outside import outside_everything
 from opcheck.policy import describe, writes_overlapping

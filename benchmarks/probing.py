@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.golden_rules import wider
 from opcheck.references import Reference, Result
 

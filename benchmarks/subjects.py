@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.calls import Call
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.golden_rules import ADJUST, KEPT_DTYPE
 from opcheck.references import Reference, Result
 from opcheck.snapshots import copy_strided

@@ -15,7 +15,7 @@ from opcheck.beside import Beside
 from opcheck.births import Births, is_cast_to_half
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, OpTraits, Site, traits_of
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.followers import Followers
 from opcheck.generators import generator_states, have_moved
 from opcheck.keepers import CallKeeper

@@ -19,7 +19,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call, Param
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.printing import number
 from opcheck.records import Birth, OpRecord
 from opcheck.references import host_array

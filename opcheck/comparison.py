@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from opcheck.calls import Call
-from opcheck.compare import is_missing_kernel, judge
+from opcheck.compare import judge
 from opcheck.declared import DeclaredDtypes
+from opcheck.expected import is_missing_kernel
 from opcheck.followers import Followers
 from opcheck.generators import restore_generators
 from opcheck.large import judge_large

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.calls import traits_of
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.golden import CannotRunAgainError, OpTrace, own_copy, run_module, runs_again
 from opcheck.modules import ModuleFrame
 from opcheck.references import host_array

@@ -22,7 +22,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.golden_rules import COMPARED_OUTPUTS
 from opcheck.intercept import CheckMode
 from opcheck.kernel_table import kernels

@@ -11,10 +11,11 @@ from torch import Tensor
 from opcheck import tolerances as tol
 from opcheck.arrays import Array, pair_of, round_to
 from opcheck.calls import Call
-from opcheck.compare import Expected, Leaf, allowance_of, results_of, rule_for
 from opcheck.declared import expected_dtype
+from opcheck.expected import Expected, Leaf, results_of
 from opcheck.golden_rules import COMPARED_OUTPUTS
 from opcheck.interval import interval_limits
+from opcheck.leaf_judging import allowance_of, rule_for
 from opcheck.measures import beside_or_golden, finite_part
 from opcheck.reconstruct import RECONSTRUCTED
 from opcheck.references import Reference, host_array

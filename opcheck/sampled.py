@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opcheck.arrays import Array
 from opcheck.calls import Call
-from opcheck.compare import Judgement, judge, leaves_of
+from opcheck.compare import Judgement, judge
+from opcheck.expected import leaves_of
 from opcheck.records import Metrics, Sample, SkipReason
 from opcheck.references import choose
 from opcheck.slices import Part, Pick, Space, strata

@@ -13,7 +13,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.records import SkipReason
 from opcheck.sampled import (
     Criterion,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from opcheck.calls import Call
-from opcheck.compare import Judgement, leaves_of
+from opcheck.compare import Judgement
+from opcheck.expected import leaves_of
 from opcheck.planting import FAULTS, Fault, Subject
 from opcheck.printing import Style, style_for
 from opcheck.records import Coverage, UncheckedSignature

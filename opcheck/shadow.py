@@ -22,7 +22,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.arrays import Array, flat_of, rms
 from opcheck.calls import Call, Param
-from opcheck.compare import leaves_of
+from opcheck.expected import leaves_of
 from opcheck.golden_rules import COMPARED_OUTPUTS, argument
 from opcheck.mirrors import Mirrors
 from opcheck.outside import outside_everything

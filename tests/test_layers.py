@@ -90,7 +90,8 @@ LAYERS = {
             "review",
             "slices",
         },
-        {"drift", "projection", "runnotes", "slice_rules", "verdicts"},
+        {"drift", "expected", "projection", "runnotes", "slice_rules", "verdicts"},
+        {"leaf_judging"},
         {"compare", "large_table", "merging", "report", "rundiff"},
         {
             "beside",
