@@ -19,6 +19,16 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.arrays import Array, spacing_of
+from opcheck.call_dtypes import (
+    computing_dtype,
+    input_dtypes,
+    is_inexact,
+    is_narrow,
+    name_dtypes,
+    number_tensor,
+    real_name,
+    rounded_number,
+)
 from opcheck.calls import Call, Param
 from opcheck.factors import factor_step
 from opcheck.golden_rules import (
@@ -27,7 +37,6 @@ from opcheck.golden_rules import (
     NO_FLOAT64,
     NO_GOLDEN,
     NOT_MOVED,
-    SCALARS_IN_FLOAT32,
     Bound,
     wider,
 )
@@ -35,7 +44,7 @@ from opcheck.kernel_table import call_kernel, decomposition, kernels
 from opcheck.records import SkipReason
 from opcheck.recurrent import FORMULAS
 from opcheck.snapshots import same_dtype, to_host, widened_like
-from opcheck.tensor_kinds import HALF, tensors_in
+from opcheck.tensor_kinds import HALF
 
 __all__ = [
     "Reference",
@@ -121,12 +130,12 @@ class Reference:
         `x + 0.3` of bfloat16 adds 0.30078125 on the CPU and 0.3 on a GPU. Only float64 judges then.
         """
         call = self.call
-        if not self.has_baseline or _computing_dtype(call) not in HALF:
+        if not self.has_baseline or computing_dtype(call) not in HALF:
             return None
         for param, value in call.traits.bound(call.args, call.kwargs):
             numbers = value if isinstance(value, (list, tuple)) else (value,)
             if param.kind in _NUMBERS and any(
-                type(number) is float and _rounded_number(call, number) != number
+                type(number) is float and rounded_number(call, number) != number
                 for number in numbers
             ):
                 return Reference(
@@ -186,7 +195,7 @@ class Reference:
             if param.mutated and value is not None:
                 written.append(new)
         if adjust:
-            _name_dtypes(call, bound)
+            name_dtypes(call, bound)
             rule = ADJUST.get(call.traits.base)
             if rule is not None:
                 rule(call, bound)
@@ -205,9 +214,9 @@ class Reference:
             return value
         if param.kind in _NUMBERS and adjust:
             wide = self.numbers_in_float32
-            value = float(np.float32(value)) if wide else _rounded_number(self.call, value)
+            value = float(np.float32(value)) if wide else rounded_number(self.call, value)
         # below the dispatcher a Tensor argument has to be one; a 0-dim tensor promotes likewise
-        return _number_tensor(self.call, value, wide=adjust) if param.kind == "tensor" else value
+        return number_tensor(self.call, value, wide=adjust) if param.kind == "tensor" else value
 
     def _widen(self, param: Param, tensor: Tensor) -> Tensor:
         if self._keeps_dtype(param):
@@ -227,7 +236,7 @@ class Reference:
         dtype = wider(source.dtype)
         if self.integers_become_floats:
             dtype = torch.float64
-        if not _is_inexact(dtype):
+        if not is_inexact(dtype):
             is_copied = id(tensor) in self.call.before
             return to_host(source).clone() if is_copied else to_host(source)
         if id(tensor) in self.call.before and self.call.before_groups:
@@ -244,19 +253,19 @@ class Reference:
             return known
         wide = self._widen(param, tensor)
         dtype = tensor.dtype
-        if not _is_inexact(dtype) and self.integers_become_floats:
+        if not is_inexact(dtype) and self.integers_become_floats:
             # the op casts them first and rounds from there on: sinc(3) is pi's rounding alone
             dtype = self.call.out_dtype
         is_fixed = self._keeps_dtype(param) or param.name in NOT_MOVED.get(
             self.call.traits.base, ()
         )
-        if is_fixed or not _is_inexact(dtype) or self.call.before_groups:
+        if is_fixed or not is_inexact(dtype) or self.call.before_groups:
             return wide
         values = wide.detach().numpy()
         flat = np.ascontiguousarray(values).reshape(-1)
         parts = flat.view(np.float64) if dtype.is_complex else flat
         # Inf stays where it is: a mask of -Inf moved by its spacing would be NaN
-        step = np.where(np.isfinite(parts), spacing_of(parts, _real_name(dtype)), 0.0)
+        step = np.where(np.isfinite(parts), spacing_of(parts, real_name(dtype)), 0.0)
         signs = rng.integers(0, 2, size=parts.shape, dtype=np.int8) * 2 - 1
         rounded = factor_step(self.call, tensor)
         if rounded:
@@ -312,18 +321,6 @@ def in_float64(call: Call, *, seed: int) -> Reference | None:
     return Reference(call, "decomposition", run, seed, _makes_floats(call))
 
 
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _is_narrow(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and _is_inexact(dtype) and wider(dtype) is not dtype
-
-
-def _input_dtypes(call: Call) -> tuple[torch.dtype, ...]:
-    return call.signature[1::2]
-
-
 def _golden_is_independent(call: Call) -> bool:
     """False where the golden could only repeat what the kernel under test did.
 
@@ -331,19 +328,19 @@ def _golden_is_independent(call: Call) -> bool:
     """
     if call.traits.base in NO_GOLDEN:
         return False
-    inexact = [dtype for dtype in _input_dtypes(call) if _is_inexact(dtype)]
+    inexact = [dtype for dtype in input_dtypes(call) if is_inexact(dtype)]
     if inexact:
-        return any(_is_narrow(dtype) for dtype in inexact)
-    return _is_narrow(call.out_dtype)
+        return any(is_narrow(dtype) for dtype in inexact)
+    return is_narrow(call.out_dtype)
 
 
 def _makes_floats(call: Call) -> bool:
     """True for a pointwise op that takes integers and gives floats, `5 / 2`."""
-    inputs = _input_dtypes(call)
+    inputs = input_dtypes(call)
     return (
         bool(inputs)
-        and _is_narrow(call.out_dtype)
-        and not any(_is_inexact(dtype) for dtype in inputs)
+        and is_narrow(call.out_dtype)
+        and not any(is_inexact(dtype) for dtype in inputs)
         and "pointwise" in _torch.tags_of(call.func)
     )
 
@@ -356,96 +353,6 @@ def _call_formula(formula: Callable[..., Any], args: list[Any], kwargs: dict[str
     return formula(*args, **kwargs)
 
 
-# ---- numbers and dtypes -------------------------------------------------------------------------
-
-
-def _computing_dtype(call: Call) -> torch.dtype | None:
-    """The floating dtype in which a call with Python numbers computes, None for integer calls."""
-    if call.out_dtype is not None and _input_dtypes(call) and _names_dtype(call):
-        # full_like(x, 0.3, dtype=float64); a factory without tensors reads its numbers as doubles
-        named: torch.dtype = call.out_dtype
-        return named
-    found: torch.dtype | None = None
-    for tensor in tensors_in(call.args):
-        dtype = tensor.dtype
-        if _is_inexact(dtype):
-            found = dtype if found is None else torch.promote_types(found, dtype)
-    if found in HALF and (
-        call.traits.base.rstrip("_").removeprefix("_foreach_") in SCALARS_IN_FLOAT32
-    ):
-        return torch.float32
-    return found
-
-
-def _names_dtype(call: Call) -> bool:
-    return any(
-        param.kind == "dtype" and value is not None
-        for param, value in call.traits.bound(call.args, call.kwargs)
-    )
-
-
-_NUMPY_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {
-    torch.float32: np.float32,
-    torch.complex64: np.float32,
-    torch.float16: np.float16,
-}
-
-
-def _rounded_number(call: Call, value: float) -> float:
-    """A Python number as the kernel sees it: in the dtype that the op computes in."""
-    dtype = _computing_dtype(call)
-    if isinstance(value, int) and abs(value) <= 256:
-        return value
-    if dtype is torch.bfloat16:
-        bits = np.float32(value).view(np.uint32)
-        if not np.isfinite(np.float32(value)):
-            return value
-        rounded = (np.uint64(bits) + 0x7FFF + ((np.uint64(bits) >> 16) & 1)) & 0xFFFF0000
-        return float(np.uint32(rounded).view(np.float32))
-    kind = _NUMPY_FLOATS.get(dtype) if dtype is not None else None
-    if kind is None:
-        return value
-    with np.errstate(over="ignore"):
-        return float(kind(value))
-
-
-def _number_tensor(call: Call, value: Any, *, wide: bool) -> Tensor:
-    dtype = _computing_dtype(call)
-    if wide and dtype is not None:
-        return torch.tensor(value, dtype=torch.float64)
-    tensors = [item for item in call.args if isinstance(item, Tensor)]
-    if tensors and not any(item.dim() for item in tensors):  # here a 0-dim tensor would promote
-        return torch.tensor(value, dtype=torch.result_type(tensors[0], value))
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=dtype or torch.get_default_dtype())
-    return torch.tensor(value)
-
-
-def _name_dtypes(call: Call, bound: Bound) -> None:
-    """Arguments that name a dtype name its float64 twin; what they round is rounded first."""
-    for param in call.traits.params:
-        if param.kind != "dtype":
-            continue
-        dtype = bound.get(param.name)
-        if dtype is not None:
-            _round_first(call, bound, dtype)
-            bound[param.name] = wider(dtype)
-        elif not _input_dtypes(call) and call.out_dtype is not None:  # a factory
-            bound[param.name] = wider(call.out_dtype)
-
-
-def _round_first(call: Call, bound: Bound, dtype: torch.dtype) -> None:
-    """`sum(x, dtype=bfloat16)` of a float32 tensor sums the rounded elements."""
-    name = call.traits.params[0].name
-    given, source = call.args[0] if call.args else None, bound.get(name)
-    if not isinstance(given, Tensor) or not isinstance(source, Tensor):
-        return
-    if not (given.dtype.is_floating_point and dtype.is_floating_point):
-        return
-    if torch.finfo(dtype).eps > torch.finfo(given.dtype).eps:
-        bound[name] = source.to(dtype).to(torch.float64)
-
-
 def _spread(params: tuple[Param, ...], bound: Bound) -> tuple[list[Any], dict[str, Any]]:
     """Bound arguments as positional ones as far as possible, keywords from the first gap on."""
     args: list[Any] = []
@@ -455,11 +362,6 @@ def _spread(params: tuple[Param, ...], bound: Bound) -> tuple[list[Any], dict[st
         args.append(bound[param.name])
     named = {param.name for param in params[: len(args)]}
     return args, {name: value for name, value in bound.items() if name not in named}
-
-
-def _real_name(dtype: torch.dtype) -> str:
-    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
-    return str(real).removeprefix("torch.")
 
 
 def host_array(tensor: Tensor) -> Array:

@@ -69,7 +69,7 @@ LAYERS = {
             "scan",
             "switch",
         },
-        {"snapshots"},
+        {"call_dtypes", "snapshots"},
         {
             "callers",
             "declared",
