@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck.plain import dtype_named
+from modulecheck.untrusted_files import DAMAGED, checked_size, require_file
 from opcheck.errors import ArgumentError, LogWriteError
 
 __all__ = ["NotSavedError", "TensorReader", "TensorTable", "read_container", "write_container"]
@@ -28,21 +29,6 @@ __all__ = ["NotSavedError", "TensorReader", "TensorTable", "read_container", "wr
 Built = TypeVar("Built")
 
 _INDEX = "index.json"
-_DAMAGED = (
-    OSError,
-    zipfile.BadZipFile,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What reading a damaged file may raise, in the standard library and in torch."""
 
 
 class NotSavedError(Exception):
@@ -154,6 +140,7 @@ def read_container(
         ArgumentError: it is no such file, is damaged, or of a newer version.
     """
     try:
+        require_file(path)
         with zipfile.ZipFile(path) as archive:
             index = json.loads(_read(archive, _INDEX))
             _check_head(index, schema, version)
@@ -161,7 +148,7 @@ def read_container(
             places = sorted({_natural(row["storage"]) for row in rows})
             storages = {place: _storage(archive, _member(place)) for place in places}
         return build(index, TensorReader(rows, storages))
-    except _DAMAGED as error:
+    except DAMAGED as error:
         what = str(error) or type(error).__name__
         raise ArgumentError(f"{path}: cannot be read as a saved result: {what}") from error
 
@@ -180,12 +167,12 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
     return archive.read(name)
 
 
-def _stored(archive: zipfile.ZipFile, name: str) -> int:
-    """Size of a member, which is that of its bytes in the file."""
+def _stored(archive: zipfile.ZipFile, name: str) -> None:
+    """Refuse a member that takes more memory than it has bytes in the file."""
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise ValueError(f"{name} is compressed")
-    return info.file_size
+    checked_size(archive, name)
 
 
 def _storage(archive: zipfile.ZipFile, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +21,7 @@ from torch import Tensor
 from modulecheck.tensor_groups import Group
 from modulecheck.tensor_store import TensorFileError
 from modulecheck.tensor_values import bits_of, dtype_name, tensor_of_bits
+from modulecheck.untrusted_files import DAMAGED, read_array, require_file
 from opcheck.records import Verdict
 from opcheck.whole_files import write_atomically
 
@@ -105,7 +107,8 @@ class Dumper:
         if bits.dtype.name != dtype:  # NumPy lacks it
             beside = {"dtype": dtype, "shape": shape, "stored_as": bits.dtype.name}
             _write_json(self.folder / f"{name}.json", beside)
-        self._files.append({"file": name, **head, "dtype": dtype, "shape": shape})
+        about = {"dtype": dtype, "shape": shape, "crc32": _checksum(bits)}
+        self._files.append({"file": name, **head, **about})
 
     def finish(self) -> None:
         """Write the index.
@@ -136,6 +139,11 @@ def _write_array(bits: np.ndarray[Any, Any], file: BinaryIO) -> None:
     npy.write_array(SimpleNamespace(write=file.write), bits, allow_pickle=False)
 
 
+def _checksum(bits: np.ndarray[Any, Any]) -> int:
+    """CRC-32 of the values in C order."""
+    return zlib.crc32(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     write_atomically(path, lambda file: file.write(text.encode("ascii")))
@@ -144,13 +152,14 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _read_index(folder: Path) -> list[dict[str, Any]]:
     path = folder / _INDEX
     try:
+        require_file(path)
         index = json.loads(path.read_text(encoding="utf-8"))
         if index["schema"] != SCHEMA or index["version"] > VERSION:
             raise ValueError("its index says something else")
         files = [dict(item) for item in index["files"]]
         if not all(_OUR_FILE.fullmatch(item["file"]) for item in files):
             raise ValueError("its index names files that a dump does not write")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except DAMAGED as error:
         raise TensorFileError(f"{path}: no index of a dump: {error}") from error
     return files
 
@@ -163,6 +172,18 @@ def _files_of_index(folder: Path) -> Iterable[str]:
     return [name for item in files for name in (item["file"], f"{item['file']}.json")]
 
 
+def _read(path: Path, item: dict[str, Any]) -> Tensor:
+    require_file(path)
+    with path.open("rb") as file:
+        bits = read_array(file, path.stat().st_size)
+    if "crc32" in item and _checksum(bits) != item["crc32"]:
+        raise ValueError("its values are not those that were written")
+    tensor = tensor_of_bits(bits, item["dtype"])
+    if list(tensor.shape) != item["shape"]:
+        raise ValueError(f"it has the shape {tuple(tensor.shape)}, its index says another")
+    return tensor
+
+
 def load_dump(path: str | Path) -> dict[str, list[Tensor]]:
     """The dumped tensors by tag, in the order of their positions, with their dtypes.
 
@@ -173,10 +194,8 @@ def load_dump(path: str | Path) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for item in _read_index(folder):
         try:
-            bits = np.load(folder / item["file"], allow_pickle=False)
-            tensor = tensor_of_bits(bits, item["dtype"])
-            tag = str(item["tag"])
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            tensor, tag = _read(folder / item["file"], item), str(item["tag"])
+        except DAMAGED as error:
             raise TensorFileError(f"{folder / item['file']}: cannot be read: {error}") from error
         found.setdefault(tag, []).append(tensor)
     return found

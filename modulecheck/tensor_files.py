@@ -17,6 +17,7 @@ from modulecheck.tensor_store import (
     TensorFileError,
     write_file,
 )
+from modulecheck.untrusted_files import DAMAGED
 
 __all__ = ["Saved", "load_entries", "save_entries"]
 
@@ -134,7 +135,7 @@ def _load(path: Path) -> Saved:
         }
         entries = [_entry(file, row) for row in index["entries"]]
         problems = [_text(problem) for problem in index["problems"]]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except DAMAGED as error:
         raise TensorFileError(f"{path}: its index is damaged: {error!r}") from error
     known = {*sides, None}
     if not all(entry.side in known for entry in entries) or not set(module_names) <= known:
@@ -151,6 +152,8 @@ def _text(value: Any) -> str:
 def _entry(file: TensorFile, row: Mapping[str, Any]) -> Entry:
     description = _text(row["description"])
     dtype = description.rpartition(":")[2]
+    if not dtype:
+        raise ValueError(f"it describes no tensor: {description!r}")
     stored = InFile(file, _text(row["member"]), dtype, description, bool(row["is_number"]))
     site = None
     if row["site"] is not None:

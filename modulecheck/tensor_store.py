@@ -20,6 +20,7 @@ import numpy.typing as npt
 from numpy.lib import format as npy
 
 from modulecheck.tensor_values import Snapshot, bits_of, dtype_name, tensor_of_bits
+from modulecheck.untrusted_files import DAMAGED, checked_size, read_array, require_file
 from opcheck.errors import OpcheckError
 
 __all__ = [
@@ -180,20 +181,24 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            require_file(path)
             self._archive = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except DAMAGED as error:
             raise TensorFileError(f"{path}: no file of saved tensors: {error}") from error
         self.index = self._read_index()
 
     def _read_index(self) -> dict[str, Any] | None:
         archive, path = self._archive, self.path
         try:
-            if _INDEX not in archive.namelist():
+            names = archive.namelist()
+            if _INDEX not in names:
+                if not all(name.endswith(".npy") for name in names):  # our index under a bad name
+                    raise ValueError("it has no index, and not only arrays")
                 return None
-            if archive.getinfo(_INDEX).file_size > _MAX_INDEX_BYTES:
-                raise TensorFileError(f"{path}: its index is too large")
+            if checked_size(archive, _INDEX) > _MAX_INDEX_BYTES:
+                raise ValueError("its index is too large")
             index = json.loads(archive.read(_INDEX))
-        except (OSError, zipfile.BadZipFile, ValueError, RecursionError) as error:
+        except DAMAGED as error:
             raise TensorFileError(f"{path}: no file of saved tensors: {error}") from error
         if not isinstance(index, dict) or index.get("schema") != SCHEMA:
             raise TensorFileError(f"{path}: no file of saved tensors: its index says other things")
@@ -214,14 +219,11 @@ class TensorFile:
             TensorFileError: it is damaged, or not there.
         """
         try:
+            size = checked_size(self._archive, f"{member}.npy")
             with self._archive.open(f"{member}.npy") as file:
-                found: Array = npy.read_array(file, allow_pickle=False)
-        except _DAMAGED as error:
+                return read_array(file, size)
+        except DAMAGED as error:
             raise TensorFileError(f"{self.path}: cannot read {member!r}: {error}") from error
-        return found
-
-
-_DAMAGED = (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,7 +246,7 @@ class InFile:
         bits = self.file.read(self.member)
         try:
             tensor = tensor_of_bits(bits, self.dtype or bits.dtype.name)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except DAMAGED as error:
             raise TensorFileError(
                 f"{self.file.path}: cannot read {self.member!r}: {error}"
             ) from error

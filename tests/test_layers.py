@@ -157,6 +157,7 @@ LAYERS = {
             "tensor_report",
             "tensor_rule",
             "tensor_values",
+            "untrusted_files",
         },
         {"backends", "compiled_graphs", "corners", "distributed"},
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ def test_the_index_says_what_each_file_is(tmp_path):
     checker.check_equal(dump_mode=DumpMode.NOT_EQUAL, dump_path=tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())
     names = [item.pop("file") for item in index["files"]]
+    values = [np.load(tmp_path / name).tobytes() for name in names]
+    assert [item.pop("crc32") for item in index["files"]] == [zlib.crc32(data) for data in values]
     assert all((tmp_path / name).exists() for name in names)
     assert index["files"] == [
         {
