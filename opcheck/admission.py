@@ -5,7 +5,6 @@ Decided before it runs, and once more on its result. What the op may change is k
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +25,6 @@ from opcheck.ledger import Ledger
 from opcheck.modules import ModuleTracker
 from opcheck.outside import outside_everything
 from opcheck.overhead import OverheadBudget
-from opcheck.peaks import peak_bytes
 from opcheck.policy import Described, Policy, describe, writes_overlapping
 from opcheck.records import SkipReason
 from opcheck.settings import Settings
@@ -174,21 +172,19 @@ class Admission:
     # ---- what the op may change ----
 
     def _prepare(self, call: Call) -> None:
-        start, peak = perf_counter(), peak_bytes()
-        if call.traits.maybe_random:
-            call.rng_before = generator_states(call.args)
-        in_reach = call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE)
-        if call.is_large:
-            self._prepare_large(call)
-        elif in_reach and (call.skipped is None or self._followers.follow_values):
-            with outside_everything():
-                snapshot(call)
-        if call.skipped is None and kernels().is_overridden(call.traits.qualified):
-            keep_inputs(call)
-        if self._followers.is_on:
-            self._followers.before(call, in_reach=in_reach and not call.is_large)
-        self._ledger.check_seconds += perf_counter() - start
-        self._ledger.check_peak_bytes += peak_bytes() - peak
+        with self._ledger.checking():
+            if call.traits.maybe_random:
+                call.rng_before = generator_states(call.args)
+            in_reach = call.skipped not in (SkipReason.TOO_LARGE, SkipReason.UNSUPPORTED_TYPE)
+            if call.is_large:
+                self._prepare_large(call)
+            elif in_reach and (call.skipped is None or self._followers.follow_values):
+                with outside_everything():
+                    snapshot(call)
+            if call.skipped is None and kernels().is_overridden(call.traits.qualified):
+                keep_inputs(call)
+            if self._followers.is_on:
+                self._followers.before(call, in_reach=in_reach and not call.is_large)
 
     def _prepare_large(self, call: Call) -> None:
         if call.skipped is None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from time import perf_counter
+from types import TracebackType
 from typing import Any
 
 from opcheck.calls import traits_of
+from opcheck.peaks import peak_bytes
 from opcheck.records import CallCount, Coverage, SkipReason, UncheckedSignature, Verdict
 
 __all__ = ["Ledger", "Signature", "spell_signature"]
@@ -28,6 +31,28 @@ class _SignatureCount:
         self.attempts = 0
         """Checked, or crashed while checking: what the budget counts."""
         self.reasons: Counter[SkipReason] = Counter()
+
+
+class _Checking:
+    """Time and memory of one piece of checking; one that raises is not counted."""
+
+    __slots__ = ("_ledger", "_peak", "_start")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        self._start, self._peak = perf_counter(), peak_bytes()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._ledger.check_seconds += perf_counter() - self._start
+            self._ledger.check_peak_bytes += peak_bytes() - self._peak
 
 
 class Ledger:
@@ -63,6 +88,10 @@ class Ledger:
         occurrence = self._this_step.get(place, 0)
         self._this_step[place] = occurrence + 1
         return index, occurrence
+
+    def checking(self) -> _Checking:
+        """A context: the time and the peak memory of what is done in it are those of checking."""
+        return _Checking(self)
 
     def moved(self, place: Place, to: Place) -> None:
         """A call that was counted at one place turned out to belong to another."""

@@ -30,7 +30,6 @@ from opcheck.ledger import Ledger
 from opcheck.modules import ModuleFrame, ModuleTracker
 from opcheck.outside import is_ours, outside_everything, reference_depth
 from opcheck.overhead import OverheadBudget
-from opcheck.peaks import peak_bytes
 from opcheck.policy import Policy
 from opcheck.records import Coverage, OpRecord, SkipReason
 from opcheck.selftest import Planter
@@ -149,18 +148,16 @@ class Pipeline:
 
     def _check(self, call: Call, out: Any) -> SkipReason | None:
         """Judge it, or hand it to a worker; why not, where that was not possible."""
-        start, peak = perf_counter(), peak_bytes()
-        skip = self._admission.refuse_result(call, out)
-        is_handed_over = skip is None and self._hand_over(call, out)
-        if not is_handed_over:
-            counts = self.ledger.counts_of(call.signature)
-            skip = skip or self._judge(call, out)
-            if skip is not None:
-                self.ledger.skip(skip, counts)
-            else:
-                counts.attempts += 1
-        self.ledger.check_seconds += perf_counter() - start
-        self.ledger.check_peak_bytes += peak_bytes() - peak
+        with self.ledger.checking():
+            skip = self._admission.refuse_result(call, out)
+            is_handed_over = skip is None and self._hand_over(call, out)
+            if not is_handed_over:
+                counts = self.ledger.counts_of(call.signature)
+                skip = skip or self._judge(call, out)
+                if skip is not None:
+                    self.ledger.skip(skip, counts)
+                else:
+                    counts.attempts += 1
         return skip
 
     def _judge(self, call: Call, out: Any) -> SkipReason | None:

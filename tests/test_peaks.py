@@ -9,7 +9,7 @@ import sys
 import torch
 
 import opcheck
-from opcheck import admission, pipeline
+from opcheck import ledger
 from opcheck.peaks import peak_bytes
 
 MIB = 1 << 20
@@ -24,8 +24,7 @@ def test_the_peak_only_grows():
 
 def test_memory_of_checks_is_added_up_and_printed(tmp_path, monkeypatch):
     peaks = itertools.count(0, 5 * MIB)
-    monkeypatch.setattr(admission, "peak_bytes", lambda: next(peaks))
-    monkeypatch.setattr(pipeline, "peak_bytes", lambda: next(peaks))
+    monkeypatch.setattr(ledger, "peak_bytes", lambda: next(peaks))
     with opcheck.check(log_dir=tmp_path, quiet=True) as session:
         torch.ones(10).exp()
     assert session.coverage.check_peak_bytes >= 2 * 5 * MIB
