@@ -86,8 +86,8 @@ def _blame(chosen: argparse.Namespace, run: Any) -> dict[str, Any]:
 
 
 def _call(chosen: argparse.Namespace, run: Any, status: int) -> int:
+    from opcheck.call_text import render_call
     from opcheck.record_json import to_json
-    from opcheck.report import render_call
 
     records = run.with_index(chosen.call)
     if not records:

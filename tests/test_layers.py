@@ -90,7 +90,7 @@ LAYERS = {
             "review",
             "slices",
         },
-        {"drift", "expected", "projection", "runnotes", "slice_rules", "verdicts"},
+        {"call_text", "drift", "expected", "projection", "runnotes", "slice_rules", "verdicts"},
         {"leaf_judging"},
         {"compare", "large_table", "merging", "report", "rundiff"},
         {

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from opcheck.call_text import render_call
 from opcheck.printing import Style, visible
 from opcheck.records import Coverage, Metrics, SkipReason, UncheckedSignature, Verdict
-from opcheck.report import one_line, render, render_call, spans
+from opcheck.report import one_line, render, spans
 from opcheck.review import Run, load_run
 from opcheck.rundiff import compare_runs
 from opcheck.rundiff_report import render_diff
