@@ -24,6 +24,7 @@ from modulecheck.recording import RecordedCall
 from modulecheck.rerun import Rerun
 from modulecheck.snapshot import RandomState
 from opcheck.errors import ReproError
+from opcheck.exits import uncut
 
 __all__ = ["write_call_repro", "write_repros"]
 
@@ -52,7 +53,7 @@ def write_repros(
                 else:
                     notes.append(f"no reproducer of {call.fqn or '<root>'}: {reason}")
     finally:
-        before.restore()
+        uncut(before.restore)
     return paths, notes
 
 
@@ -116,10 +117,15 @@ def _tried(
             path = _write(folder, entry, call, culprits, backend, dynamic=dynamic)
         except ReproError as error:
             return None, str(error)
-        if _shows(path, backend, dynamic=dynamic):
+        is_shown = False
+        try:
+            is_shown = _shows(path, backend, dynamic=dynamic)
+        finally:  # neither an error nor Ctrl-C leaves a file that nobody has seen work
+            if not is_shown:
+                for written in (path, path.with_suffix(".pt")):
+                    written.unlink(missing_ok=True)
+        if is_shown:
             return path, ""
-        for written in (path, path.with_suffix(".pt")):
-            written.unlink(missing_ok=True)
     return None, "its graph, compiled alone, gives right results"
 
 

@@ -22,6 +22,7 @@ from modulecheck.progress import Tell, telling
 from modulecheck.recording import RecordedCall
 from modulecheck.results import CompareResult
 from modulecheck.snapshot import RandomState
+from opcheck.exits import uncut
 
 __all__ = ["CRASHED", "NOT_REACHED", "NOT_RECORDED", "Locate", "NoReproducer", "drill", "status_of"]
 
@@ -78,7 +79,7 @@ def drill(
         with _torch.no_modes(), telling(progress) as tell:
             found = _Run(ready, locate, reproduce, budget, tell).all()
     finally:
-        state.restore()
+        uncut(state.restore)
     result.culprits = list(_in_order(suspects, calls, found))
     return list(result.culprits)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from modulecheck import _torch, backends
+from opcheck.exits import uncut
 
 __all__ = [
     "Attempt",
@@ -50,6 +51,14 @@ def isolated() -> Iterator[None]:
     counters = _torch.counters()
     counted = {name: dict(counts) for name, counts in counters.items()}
     code_state = copy.deepcopy(_torch.code_state())
+
+    def put_back() -> None:
+        _forget_codes(before)
+        _torch.set_code_state(code_state)
+        counters.clear()
+        for name, counts in counted.items():
+            counters[name].update(counts)
+
     try:
         with (
             _torch.recompiling_freely(),
@@ -70,11 +79,7 @@ def isolated() -> Iterator[None]:
         ):
             yield
     finally:
-        _forget_codes(before)
-        _torch.set_code_state(code_state)
-        counters.clear()
-        for name, counts in counted.items():
-            counters[name].update(counts)
+        uncut(put_back)
 
 
 def _codes() -> list[Any]:

@@ -30,6 +30,7 @@ from modulecheck.graph_values import (
 )
 from modulecheck.node_origin import is_computing, op_name
 from modulecheck.snapshot import RandomState
+from opcheck.exits import uncut
 from opcheck.records import Verdict
 
 __all__ = ["Probed", "WrongKernel", "as_drawn", "probe", "readers_of_zeros"]
@@ -228,7 +229,7 @@ def as_drawn(run: GraphRun) -> Iterator[None]:
     try:
         yield
     finally:
-        before.restore()
+        uncut(before.restore)
 
 
 def probe(captured: Captured, run: GraphRun) -> Probed:
