@@ -1,12 +1,13 @@
 """Passes over large matrices, chunk by chunk on the CPU.
 
 A chunk is converted once and serves everything that is wanted of it while it is in the cache. The
-buffers of a pass take a few MiB, whatever the sizes of the matrix.
+buffers of a pass take some MiB, whatever the sizes of the matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,18 @@ from torch import Tensor
 __all__ = [
     "Blocks",
     "Scratch",
+    "borrowed_scratch",
     "float32_is_exact",
+    "release_scratch",
     "rows_times",
     "sums_and_norms",
     "sums_and_rows",
     "times",
 ]
 
-CHUNK = 1 << 22
-"""Bytes of a converted chunk. With a quarter of that a pass over a 4096 x 4096 matrix took a third
-longer, in calls."""
+CHUNK = 1 << 23
+"""Bytes of a converted chunk. A pass over a 4096 x 4096 matrix in bf16 takes 3% longer with half
+of that, and a third longer with an eighth, in calls."""
 
 
 def float32_is_exact() -> bool:
@@ -72,7 +75,7 @@ class Blocks:
 class Scratch:
     """Memory that chunks are converted into, whatever device they are on.
 
-    One is for all passes over a product: to map 4 MiB takes ten times as long as to fill it.
+    One is for all passes over a product: to map it takes ten times as long as to fill it.
     """
 
     def __init__(self) -> None:
@@ -90,6 +93,26 @@ class Scratch:
     def num_bytes(self) -> int:
         """Held."""
         return sum(flat.nbytes for flat in self._flat.values())
+
+
+_SPARE: list[Scratch] = []
+"""Given back by checks that are over, until a session ends."""
+
+
+@contextmanager
+def borrowed_scratch() -> Iterator[Scratch]:
+    """Memory of an earlier check, for this thread alone until the context ends."""
+    try:
+        scratch = _SPARE.pop()
+    except IndexError:
+        scratch = Scratch()
+    yield scratch
+    _SPARE.append(scratch)
+
+
+def release_scratch() -> None:
+    """Keep nothing of earlier checks; those that run have theirs."""
+    _SPARE.clear()
 
 
 @dataclass(frozen=True, slots=True)

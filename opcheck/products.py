@@ -16,7 +16,7 @@ from opcheck.compare import Judgement
 from opcheck.drift import shift_of
 from opcheck.factors import factor_step
 from opcheck.golden_rules import argument
-from opcheck.passes import Scratch, rows_times
+from opcheck.passes import Scratch, borrowed_scratch, rows_times
 from opcheck.product_rows import ExactRows, edge_rows
 from opcheck.projection import Product, Residual, project
 from opcheck.records import Metrics
@@ -105,17 +105,18 @@ def judge_projection(
     call: Call, out: Tensor, products: list[Product], criterion: Criterion
 ) -> Judged:
     """Judge a product by its projection and some rows that are computed again."""
-    rng, scratch = rng_of(call, criterion.seed), Scratch()
+    rng = rng_of(call, criterion.seed)
     looked_at = 0
     worst: Judgement | None = None
-    for number, product in enumerate(products):
-        found = _judge_product(call, product, criterion, rng, scratch)
-        looked_at += found.compared
-        found = replace(found, metrics=_placed(found.metrics, out, number))
-        if worst is None or not found.passed or found.metrics.q > worst.metrics.q:
-            worst = found
-        if not found.passed:
-            break
+    with borrowed_scratch() as scratch:
+        for number, product in enumerate(products):
+            found = _judge_product(call, product, criterion, rng, scratch)
+            looked_at += found.compared
+            found = replace(found, metrics=_placed(found.metrics, out, number))
+            if worst is None or not found.passed or found.metrics.q > worst.metrics.q:
+                worst = found
+            if not found.passed:
+                break
     if worst is None:
         raise ValueError("products: expected at least one")
     rows = looked_at // max(products[0].y.shape[1], 1)

@@ -287,7 +287,8 @@ def residual_of(
         weighted = expected / allowed
         power = float(np.vdot(expected, weighted))
         shared = float(np.vdot(error, weighted))
-        agreement = float(np.mean(np.sign(error * expected)))
+        same = error * expected
+        agreement = (np.count_nonzero(same > 0.0) - np.count_nonzero(same < 0.0)) / same.size
     return Residual(
         z=z,
         strict=strict,

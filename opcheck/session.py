@@ -24,6 +24,7 @@ from opcheck.groups import Groups
 from opcheck.kernel_table import kernels
 from opcheck.modules import ModuleTracker
 from opcheck.overhead import OverheadBudget
+from opcheck.passes import release_scratch
 from opcheck.pipeline import Pipeline
 from opcheck.presence import Presence
 from opcheck.printing import style_for
@@ -290,6 +291,7 @@ class Session:
 
     def _left(self, kind: type[BaseException] | None, *, is_fork: bool) -> None:
         """Everything is off: tell of it."""
+        release_scratch()
         if self._surroundings is not None:
             later = Surroundings.now(self._tracker.model)
             self._certificate = self._surroundings.beside(later)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
+import opcheck
 from opcheck import passes
 from opcheck.passes import Blocks, Scratch, rows_times, sums_and_norms, sums_and_rows, times
 from opcheck.projection import Product
@@ -87,3 +90,22 @@ def test_where_the_cpu_may_round_factors_first_references_are_float64():
         assert product.working_dtype is product.golden_dtype is torch.float64
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_memory_of_a_check_serves_the_next_and_is_let_go(tmp_path):
+    a = torch.ones(1024, 1024)
+    with opcheck.check(log_dir=tmp_path, quiet=True, max_numel=1000) as session:
+        a @ a
+        (kept,) = passes._SPARE
+        held = weakref.ref(kept)
+        a @ a
+        assert [kept] == passes._SPARE
+        del kept
+    assert session.verdict == "PASS"
+    assert held() is None
+
+
+def test_each_of_two_checks_at_once_has_memory_of_its_own():
+    with passes.borrowed_scratch() as one, passes.borrowed_scratch() as other:
+        assert one is not other
+    passes.release_scratch()
