@@ -413,7 +413,8 @@ def test_a_step_that_ended_is_not_said_to_be_cut_short(tmp_path) -> None:
 
 
 WAITING = """
-import time, torch
+import signal, time, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 for _ in range(1000):
     torch.ones(3).exp()
     print("ready", flush=True)
