@@ -87,7 +87,7 @@ class Subject:
         if changes:
             bound = {param.name: value for param, value in call.traits.bound(args, kwargs)}
             bound.update({name: value for name, value in changes.items() if name in names})
-            args, kwargs = _spread(call, bound)
+            args, kwargs = call.traits.spread(bound)
         out = (func or call.func)(*args, **kwargs)
         if not call.traits.mutates:
             out = _torch.tree_map(_resolved, out)
@@ -169,16 +169,6 @@ def _resolved(value: Any) -> Any:
 
 def _with_arguments(call: Call, args: Any, kwargs: Any) -> Call:
     return replace(call, args=tuple(args), kwargs=kwargs)
-
-
-def _spread(call: Call, bound: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    args: list[Any] = []
-    for param in call.traits.params:
-        if param.kwarg_only or param.name not in bound:
-            break
-        args.append(bound[param.name])
-    named = {param.name for param in call.traits.params[: len(args)]}
-    return args, {name: value for name, value in bound.items() if name not in named}
 
 
 def _cast(value: Any, like: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +53,16 @@ class OpTraits:
         if kwargs:
             pairs += [(param, kwargs[param.name]) for param in self.params if param.name in kwargs]
         return pairs
+
+    def spread(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Values by name as positional arguments as far as possible, keywords from a gap on."""
+        args: list[Any] = []
+        for param in self.params:
+            if param.kwarg_only or param.name not in values:
+                break
+            args.append(values[param.name])
+        named = {param.name for param in self.params[: len(args)]}
+        return args, {name: value for name, value in values.items() if name not in named}
 
 
 class Site(NamedTuple):

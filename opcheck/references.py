@@ -179,7 +179,7 @@ class Reference:
 
     def _run(self, convert: Callable[[Param, Tensor], Tensor], *, adjust: bool = False) -> Result:
         bound, written = self._bind(convert, adjust=adjust)
-        args, kwargs = _spread(self.call.traits.params, bound)
+        args, kwargs = self.call.traits.spread(bound)
         return Result(self.run(args, kwargs), written)
 
     def _bind(
@@ -351,17 +351,6 @@ def _call_kernel(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _call_formula(formula: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     return formula(*args, **kwargs)
-
-
-def _spread(params: tuple[Param, ...], bound: Bound) -> tuple[list[Any], dict[str, Any]]:
-    """Bound arguments as positional ones as far as possible, keywords from the first gap on."""
-    args: list[Any] = []
-    for param in params:
-        if param.kwarg_only or param.name not in bound:
-            break
-        args.append(bound[param.name])
-    named = {param.name for param in params[: len(args)]}
-    return args, {name: value for name, value in bound.items() if name not in named}
 
 
 def host_array(tensor: Tensor) -> Array:

@@ -222,7 +222,8 @@ def part_of(
             if first is not None:
                 before[id(small)] = first
     bound.update(changes or {})
-    args, kwargs = _spread(call, bound)
+    positional, kwargs = call.traits.spread(bound)
+    args = tuple(positional)
     number = iter(range(1 << 30))
 
     def result(value: Any) -> Any:
@@ -259,16 +260,6 @@ def _tensor_triples(value: Any, new: Any, earlier: Any) -> list[tuple[Any, Any, 
         first = [None] * len(value) if earlier is None else earlier
         return list(zip(value, new, first, strict=True))
     return []
-
-
-def _spread(call: Call, bound: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args: list[Any] = []
-    for param in call.traits.params:
-        if param.kwarg_only or param.name not in bound:
-            break
-        args.append(bound[param.name])
-    taken = {param.name for param in call.traits.params[: len(args)]}
-    return tuple(args), {name: value for name, value in bound.items() if name not in taken}
 
 
 def _device_type(call: Call) -> str:
