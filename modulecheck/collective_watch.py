@@ -28,6 +28,7 @@ from modulecheck.collectives import (
     parts_got,
     wait_until_there,
 )
+from opcheck.modes import PassingMode
 from opcheck.source_lines import find_user_frame, spell_line
 from opcheck.tensor_kinds import unwraps_itself
 
@@ -84,7 +85,7 @@ class _Pending:
     """Copies into its results that are part of waiting for it, and not yet seen."""
 
 
-class Watch(_torch.TorchDispatchMode):
+class Watch(PassingMode):
     """A dispatch mode that takes digests around collectives."""
 
     supports_higher_order_operators = True
@@ -98,11 +99,6 @@ class Watch(_torch.TorchDispatchMode):
         self._pending: list[_Pending] = []
         self._pid = os.getpid()
         self._user_code: dict[CodeType, bool] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

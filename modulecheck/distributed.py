@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from modulecheck import _torch
+from opcheck.modes import PassingMode
 
 __all__ = [
     "CollectiveError",
@@ -168,13 +169,8 @@ class CollectiveError(RuntimeError):
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 
 
-class _NoCollectives(_torch.TorchDispatchMode):
+class _NoCollectives(PassingMode):
     supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What the module itself compiles runs compiled, as it does without this mode."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

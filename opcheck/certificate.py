@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from opcheck import _torch
 from opcheck.golden import Contents, contents_kept
-from opcheck.modes import active_modes
+from opcheck.modes import PassingMode, active_modes
 
 __all__ = ["Certificate", "Surroundings", "certify"]
 
@@ -167,19 +167,6 @@ def _generators() -> tuple[Tensor, list[Tensor], Any, Any]:
     )
 
 
-class _EmptyMode(_torch.TorchDispatchMode):
-    """Passes every call on."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def certify(
     step: Callable[[], Any],
     model: nn.Module,
@@ -223,7 +210,7 @@ class _Runs:
         """Without the checker; what modules hold is put back."""
         modules = [vars(item) for item in self.kept.model.modules()]
         with contents_kept(modules):
-            return self._run(_EmptyMode())  # type: ignore[no-untyped-call]
+            return self._run(PassingMode())  # type: ignore[no-untyped-call]
 
     def checked(self, context: AbstractContextManager[Any]) -> dict[str, Any]:
         """With it."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opcheck._torch import TorchDispatchMode
-from opcheck.modes import active_modes, is_innermost, take_off
+from opcheck.modes import PassingMode, active_modes, is_innermost, take_off
 from opcheck.switch import SWITCH, Observer
 from opcheck.tensor_kinds import unwraps_itself
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckMode"]
 
 
-class CheckMode(TorchDispatchMode):
+class CheckMode(PassingMode):
     """Sees every ATen call of its thread (and of autograd's threads) while it is on the stack."""
 
     supports_higher_order_operators = True
@@ -31,11 +30,6 @@ class CheckMode(TorchDispatchMode):
         self._inference = torch.is_inference_mode_enabled()
         self._left_behind: list[Any] = []
         """The modes that were below when this one left."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled; by default a mode silently turns compile off."""
-        return True
 
     def __enter__(self) -> Self:
         """Watch this thread, or, when Ctrl-C comes in the middle, leave nothing behind."""

@@ -8,7 +8,21 @@ from typing import Any
 
 from opcheck import _torch
 
-__all__ = ["active_modes", "is_innermost", "take_off", "without_modes"]
+__all__ = ["PassingMode", "active_modes", "is_innermost", "take_off", "without_modes"]
+
+
+class PassingMode(_torch.TorchDispatchMode):
+    """Passes every call on; compiled code stays compiled, which a mode by default turns off."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch asks of a mode before it compiles."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def active_modes() -> list[Any]:
