@@ -22,6 +22,7 @@ from opcheck.errors import ArgumentError, ArgumentTypeError, LogWriteError
 from opcheck.kernel_inputs import keep_inputs
 from opcheck.kernel_table import call_kernel, decomposition, kernels, with_number_tensors
 from opcheck.outside import leave_references, reference_depth, running_reference
+from opcheck.passes import release_scratch
 from opcheck.pipeline import Pipeline
 from opcheck.policy import KernelPolicy
 from opcheck.records import Coverage, OpRecord, Verdict
@@ -191,6 +192,7 @@ class KernelCheck:
                     self._files.coverage(coverage, self.run_id, self.rank)
             finally:
                 self._files.close()
+                release_scratch()
         if self._files.problem:
             text = f"opcheck: the log is incomplete: {self._files.problem}"
             logger.bind(opcheck=self.run_id).warning(text)

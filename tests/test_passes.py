@@ -11,6 +11,7 @@ import opcheck
 from opcheck import passes
 from opcheck.passes import Blocks, Scratch, rows_times, sums_and_norms, sums_and_rows, times
 from opcheck.projection import Product
+from tests.registering import enabled, registered
 
 K, N, WIDTH = 130, 150, 40
 LAYOUTS = {
@@ -109,3 +110,17 @@ def test_each_of_two_checks_at_once_has_memory_of_its_own():
     with passes.borrowed_scratch() as one, passes.borrowed_scratch() as other:
         assert one is not other
     passes.release_scratch()
+
+
+def test_registered_kernels_let_go_of_it_too(tmp_path):
+    def product(x, y):
+        return torch.from_numpy(x.numpy() @ y.numpy())
+
+    a = torch.ones(1024, 1024)
+    options = {"path": tmp_path / "kernels.log", "large": "sample"}
+    with registered(("mm", product)):
+        with enabled(**options):
+            torch.mm(a, a)
+            assert len(passes._SPARE) == 1
+        assert opcheck.coverage().checked == 1
+    assert passes._SPARE == []
