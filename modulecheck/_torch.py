@@ -60,7 +60,6 @@ __all__ = [
     "forward_tables",
     "fsdp_state_of",
     "get_cpp_compiler",
-    "global_forward_tables",
     "graph_task_id",
     "in_region",
     "inductor_config",
@@ -194,10 +193,6 @@ _door.need("torch.nn.Module()._backward_pre_hooks")
 _door.need("torch.nn.Module()._forward_hooks_with_kwargs")
 _door.need("torch.nn.Module()._forward_hooks_always_called")
 _door.need("torch.nn.Module()._forward_pre_hooks_with_kwargs")
-global_forward_tables: tuple[dict[int, Any], ...] = (
-    _door.need("torch.nn.modules.module._global_forward_hooks"),
-    _door.need("torch.nn.modules.module._global_forward_pre_hooks"),
-)
 forward_hooks_with_kwargs: dict[int, bool] = _door.need(
     "torch.nn.modules.module._global_forward_hooks_with_kwargs"
 )

@@ -12,6 +12,7 @@ from torch import nn
 from modulecheck import _torch
 from modulecheck.distributed import is_fsdp2
 from opcheck.exits import uncut
+from opcheck.global_hooks import modules_undisturbed
 
 __all__ = ["undisturbed", "user_hooks"]
 
@@ -47,42 +48,39 @@ def _held(value: Any) -> Any:
     return type(value)(value) if type(value) in (list, dict, set) else None
 
 
+def _in_a_replay(item: nn.Module) -> dict[str, Any]:
+    """Attributes of a module while it runs again: its own code, hooks that are part of it."""
+    part_of_forward = {
+        key
+        for hooks in _torch.forward_tables
+        for key, hook in hooks(item).items()
+        if _is_part_of_forward(hook)
+    }
+    found: dict[str, Any] = {_torch.COMPILED_CALL: None}
+    for name in _torch.HOOK_TABLES:
+        entries = vars(item)[name]
+        found[name] = type(entries)(
+            (key, hook) for key, hook in entries.items() if key in part_of_forward
+        )
+    return found
+
+
 @contextlib.contextmanager
 def undisturbed(root: nn.Module) -> Iterator[None]:
     """Run `root` in eager without anybody noticing: hooks off, attributes as before afterwards."""
-    kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-    kept_global = [dict(table) for table in _torch.global_forward_tables]
+    attributes = [(item, _in_a_replay(item)) for item in root.modules()]
+    values = (value for item, _ in attributes for value in vars(item).values())
+    held = [(value, copy) for value in values if (copy := _held(value)) is not None]
 
     def put_back() -> None:
-        for item, attributes, contents in kept:
-            item.__dict__.clear()
-            item.__dict__.update(attributes)
-            for key, copy in contents.items():
-                if copy is not None:
-                    _restore(attributes[key], copy)
-        for table, entries in zip(_torch.global_forward_tables, kept_global, strict=True):
-            table.update(entries)
+        for value, copy in held:
+            _restore(value, copy)
 
     try:
-        for table in _torch.global_forward_tables:
-            table.clear()
-        for item in root.modules():
-            attributes = dict(item.__dict__)
-            contents = {key: _held(value) for key, value in attributes.items()}
-            kept.append((item, attributes, contents))
-            part_of_forward = {
-                key
-                for hooks in _torch.forward_tables
-                for key, hook in hooks(item).items()
-                if _is_part_of_forward(hook)
-            }
-            for name in _torch.HOOK_TABLES:
-                entries = attributes[name]
-                item.__dict__[name] = type(entries)(
-                    (key, hook) for key, hook in entries.items() if key in part_of_forward
-                )
-            item.__dict__[_torch.COMPILED_CALL] = None
-        yield
+        with modules_undisturbed(root):
+            for item, inside in attributes:
+                vars(item).update(inside)
+            yield
     finally:
         uncut(put_back)
 
