@@ -29,6 +29,7 @@ from modulecheck import PrecisionChecker
 from opcheck.report import render
 from opcheck.review import load_run
 from tests.compiled import compile_in_place
+from tests.models import ResidualBlock, ResidualBlocks
 
 __all__ = ["LIMIT", "SIZES", "SMALL_SIZES", "growth_rows"]
 
@@ -57,29 +58,6 @@ Phases = dict[str, float]
 # ---- what is run --------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Small, and of a size that does not grow with the depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.act = nn.GELU()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + 0.05 * self.act(self.linear(hidden))
-
-
-class Net(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
-
-
 Subject = tuple[nn.Module | None, Callable[[], None]]
 
 
@@ -98,7 +76,7 @@ def chain(num_ops: int) -> Subject:
 
 def blocks(num_blocks: int) -> Subject:
     """A model, known to the session, with the first step of AdamW."""
-    model, inputs = Net(num_blocks), randn(4, WIDTH)
+    model, inputs = ResidualBlocks(num_blocks, width=WIDTH), randn(4, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -110,7 +88,7 @@ def blocks(num_blocks: int) -> Subject:
 
 def loose_blocks(num_blocks: int) -> Subject:
     """Blocks of no model, called one after the other."""
-    parts, inputs = [Block() for _ in range(num_blocks)], randn(4, WIDTH)
+    parts, inputs = [ResidualBlock(WIDTH) for _ in range(num_blocks)], randn(4, WIDTH)
 
     def step() -> None:
         hidden = inputs
@@ -159,7 +137,7 @@ def checked(make: Callable[[int], Subject], arm: str, size: int) -> Phases:
 
 def many_steps(num_steps: int) -> Phases:
     """A session entered for every step, and asked for its verdict after it."""
-    model, inputs = Net(2), randn(4, WIDTH)
+    model, inputs = ResidualBlocks(2, width=WIDTH), randn(4, WIDTH)
     gc.collect()
     with tempfile.TemporaryDirectory() as folder:
         session = opcheck.check(model, log_dir=folder, quiet=True, max_checks=None)
@@ -195,7 +173,7 @@ def compiled_alone(num_blocks: int) -> Phases:
     """What no checker can be cheaper than."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net(num_blocks)
+    model = ResidualBlocks(num_blocks, width=WIDTH)
     gc.collect()
 
     def run() -> None:
@@ -210,9 +188,9 @@ def compared(num_blocks: int, *, single_pass: bool) -> Phases:
     """Install, step, collect; then the report."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net(num_blocks)
+    model = ResidualBlocks(num_blocks, width=WIDTH)
     checker = PrecisionChecker(backend="aot_eager", single_pass=single_pass)
-    checker.wrap_by_policy(model, (Block,))
+    checker.wrap_by_policy(model, (ResidualBlock,))
     results: list[Any] = []
     gc.collect()
 

@@ -80,6 +80,22 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     return torch.lerp(torch.zeros_like(tensor), tensor, factor)
 
 
+def spoiled(
+    change: Callable[[Tensor], object], *, result: int = 0
+) -> Callable[[CallOriginal], WrongKernel]:
+    """What `planted` makes of a kernel: one of its results is changed in place."""
+
+    def make_wrong(original: CallOriginal) -> WrongKernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            change(out[result] if isinstance(out, (tuple, list)) else out)
+            return out
+
+        return kernel
+
+    return make_wrong
+
+
 # ---- forward ------------------------------------------------------------------------------------
 
 

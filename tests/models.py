@@ -614,3 +614,31 @@ def lstm(**sizes: Any) -> Workload:
 def gru(**sizes: Any) -> Workload:
     """Build a two-layer GRU with a linear head."""
     return _recurrent(nn.GRU, **sizes)
+
+
+# ---- as many blocks as one likes ----------------------------------------------------------------
+
+
+class ResidualBlock(nn.Module):
+    """[B, D] to [B, D], of a size that does not grow with the depth."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.act = nn.GELU()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 0.05 * self.act(self.linear(hidden))
+
+
+class ResidualBlocks(nn.Module):
+    """One after the other."""
+
+    def __init__(self, num_blocks: int, *, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(num_blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden

@@ -19,31 +19,12 @@ from opcheck.groups import Group
 from opcheck.mirrors import Mirrors
 from opcheck.waiting import FIRST, LEAST, RARE, REST, Waiting
 from tests.compiled import DYNAMO_WARNS
+from tests.models import ResidualBlock, ResidualBlocks
 
 FEW, MANY = 8, 64
+WIDTH = 4
 ALLOWED = 1.5
 """Of the ratio of work to the ratio of sizes; what looks at everything each time has 4 and more."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.act = nn.GELU()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + 0.1 * self.act(self.linear(hidden))
-
-
-class Net(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
 
 
 class Growing(nn.Module):
@@ -56,7 +37,7 @@ class Growing(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         while len(self.blocks) < self.num_blocks:
-            self.blocks.append(Block())
+            self.blocks.append(ResidualBlock(WIDTH))
             hidden = self.blocks[-1](hidden)
         return hidden
 
@@ -108,7 +89,7 @@ def backward(output: Tensor) -> None:
 
 
 def with_optimizer(make: Callable[..., torch.optim.Optimizer], num: int, log_dir: Path) -> None:
-    model = Net(num)
+    model = ResidualBlocks(num, width=WIDTH)
     optimizer = make(model.parameters())
     with opcheck.check(model, log_dir=log_dir, max_checks=0, quiet=True):
         backward(model(torch.ones(2, 4)))
@@ -117,7 +98,7 @@ def with_optimizer(make: Callable[..., torch.optim.Optimizer], num: int, log_dir
 
 def leaves_of_no_module(num: int, log_dir: Path) -> None:
     leaves = [torch.ones(4, requires_grad=True) for _ in range(num)]
-    with opcheck.check(Net(num), log_dir=log_dir, max_checks=0, quiet=True):
+    with opcheck.check(ResidualBlocks(num, width=WIDTH), log_dir=log_dir, max_checks=0, quiet=True):
         sum(leaves, torch.zeros(4)).sum().backward()  # gradients that have to be copied
 
 
@@ -156,9 +137,9 @@ def test_precision_checker_walks_through_the_model_a_few_times(single_pass, walk
     work = []
     for num in (FEW, MANY):
         torch._dynamo.reset()
-        model, inputs = Net(num), torch.ones(2, 4)
+        model, inputs = ResidualBlocks(num, width=WIDTH), torch.ones(2, 4)
         checker = PrecisionChecker(backend="aot_eager", single_pass=single_pass)
-        checker.wrap_by_policy(model, (Block,))
+        checker.wrap_by_policy(model, (ResidualBlock,))
 
         def step(model: nn.Module, inputs: Tensor = inputs) -> Tensor:
             loss = model(inputs).square().mean()
@@ -184,7 +165,7 @@ def owners(model: nn.Module, optimizer: torch.optim.Optimizer, op: str, log_dir:
 
 @pytest.mark.parametrize("kind", [OwnOptimizer, AllStateFirst])
 def test_state_made_in_the_step_belongs_to_its_parameter(kind, tmp_path):
-    model = Net(3)
+    model = ResidualBlocks(3, width=WIDTH)
     op = "aten.mul_.Tensor" if kind is OwnOptimizer else "aten.sqrt_.default"
     found = owners(model, kind(model.parameters(), {}), op, tmp_path)
     assert found == [f"blocks.{place}.linear" for place in (0, 0, 1, 1, 2, 2)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import opcheck
 from opcheck.records import SkipReason, Verdict
-from tests.faults import planted
+from tests.faults import planted, spoiled
 
 FLOAT = torch.float32
 BFLOAT = torch.bfloat16
@@ -248,20 +248,6 @@ def test_a_sampled_call_uses_up_the_budget_and_one_that_cannot_be_checked_does_n
 # ---- faults ----
 
 
-def spoiled(change):
-    """A kernel whose result is changed in place."""
-
-    def make(original):
-        def kernel(*args, **kwargs):
-            out = original(*args, **kwargs)
-            change(out[0] if isinstance(out, (tuple, list)) else out)
-            return out
-
-        return kernel
-
-    return make
-
-
 def zero_tile(y):
     y[100:132, 64:96] = 0
 
@@ -284,20 +270,6 @@ def convolution_gradients():
 
 def attend():
     CLEAN[f"{ATTENTION}.default"](X, Y)
-
-
-def of_result(number, change):
-    """Spoils another result than the first."""
-
-    def spoil(original):
-        def kernel(*args, **kwargs):
-            out = original(*args, **kwargs)
-            change(out[number])
-            return out
-
-        return kernel
-
-    return spoil
 
 
 FAULTS = [
@@ -348,7 +320,7 @@ OTHER_RESULTS = [
 @pytest.mark.parametrize(("op", "number", "change"), OTHER_RESULTS)
 def test_a_fault_in_any_result_is_found(tmp_path, op, number, change):
     full = op.split()[0]
-    with planted(f"aten.{full}", of_result(number, change)):
+    with planted(f"aten.{full}", spoiled(change, result=number)):
         session = checked(tmp_path, lambda: CLEAN[op](X, Y))
     assert record_of(session, full).verdict is Verdict.FAIL
 
@@ -366,7 +338,7 @@ def test_a_scaled_depthwise_gradient_in_16_bit_is_found(tmp_path, seed, multipli
 
     op = "convolution_backward.default"
     assert record_of(checked(tmp_path, step), op).verdict is Verdict.PASS
-    with planted(f"aten.{op}", of_result(1, lambda y: y.mul_(1.1))):
+    with planted(f"aten.{op}", spoiled(lambda y: y.mul_(1.1), result=1)):
         session = checked(tmp_path, step)
     assert record_of(session, op).verdict is Verdict.FAIL
 

@@ -7,7 +7,7 @@ import torch
 
 import opcheck
 from opcheck.records import Verdict
-from tests.faults import planted
+from tests.faults import planted, spoiled
 
 OPS = ["mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"]
 KINDS = [{}, {"bidirectional": True}, {"batch_first": True}, {"bias": False}, {"num_layers": 2}]
@@ -59,24 +59,12 @@ def test_inference_which_has_no_workspace_passes(tmp_path, max_numel, dtype):
     assert [item.reason for item in found if item.verdict is not Verdict.PASS] == []
 
 
-def spoiled(number, change):
-    def make(original):
-        def kernel(*args, **kwargs):
-            out = original(*args, **kwargs)
-            change(out[number])
-            return out
-
-        return kernel
-
-    return make
-
-
 @pytest.mark.parametrize("max_numel", [1_000_000, 500], ids=["whole", "sampled"])
 @pytest.mark.parametrize(
     ("op", "number"), [(OPS[0], 0), (OPS[0], 1), (OPS[0], 2), (OPS[1], 0), (OPS[1], 5)]
 )
 def test_faults_are_found(tmp_path, op, number, max_numel):
-    with planted(f"aten.{op}.default", spoiled(number, lambda y: y.mul_(1.01))):
+    with planted(f"aten.{op}.default", spoiled(lambda y: y.mul_(1.01), result=number)):
         found = records(tmp_path, max_numel)
     (record,) = [item for item in found if item.op == f"aten.{op}.default"]
     assert record.verdict is Verdict.FAIL
@@ -84,6 +72,6 @@ def test_faults_are_found(tmp_path, op, number, max_numel):
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_gradients_of_weights_are_judged_where_all_sequences_are(tmp_path, number):
-    with planted(f"aten.{OPS[1]}.default", spoiled(number, lambda y: y.mul_(1.01))):
+    with planted(f"aten.{OPS[1]}.default", spoiled(lambda y: y.mul_(1.01), result=number)):
         found = records(tmp_path, 1_000_000)
     assert [item.op for item in found if item.verdict is Verdict.FAIL] == [f"aten.{OPS[1]}.default"]
