@@ -11,8 +11,10 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# the same examples in every run; `pytest --hypothesis-profile=explore` draws new and more of them
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, derandomize=False, max_examples=1000)
+hypothesis.settings.load_profile("repeatable")
 
 
 def _global_state() -> dict[str, Any]:

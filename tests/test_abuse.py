@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,18 +20,12 @@ import opcheck
 from modulecheck import PrecisionChecker
 from opcheck.records import SkipReason
 from opcheck.verdicts import Rule, judge_golden
+from tests.exploring import examples
 from tests.step_equality import EmptyMode, active_modes, global_hooks, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what torch says is its own
 
-PROPERTY = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+PROPERTY = examples(60, database=None, phases=[Phase.explicit, Phase.generate])
 
 # ---- random programs ----------------------------------------------------------------------------
 

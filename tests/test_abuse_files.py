@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from modulecheck.cli import main
 from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
 from opcheck import OpcheckError
+from tests.exploring import examples
 
 Reader = Callable[[Path], Any]
 
@@ -451,7 +452,7 @@ def compared(first: Tensor, second: Tensor, path: Path) -> bool:
     return verdicts(checker, path)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(120)
 @given(tensor=tensors(), data=st.data())
 def test_any_tensor_equals_its_clone_and_differs_by_one_element(
     tensor: Tensor, data: Any, tmp_path_factory: Any

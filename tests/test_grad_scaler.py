@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import opcheck
 from opcheck.records import Verdict
@@ -44,9 +45,16 @@ class Scaled:
 
 
 def _step() -> Any:
-    """A scaler for each run, which begins where the steps are counted anew."""
-    runs: dict[int, Scaled] = {}
-    return lambda workload, optimizer: runs.setdefault(id(workload), Scaled())(workload, optimizer)
+    """A scaler for each run, which begins where the steps are counted anew.
+
+    Found by the model itself: the id of a dead one may be that of the next.
+    """
+    runs: WeakKeyDictionary[nn.Module, Scaled] = WeakKeyDictionary()
+
+    def step(workload: Workload, optimizer: torch.optim.Optimizer | None) -> Tensor:
+        return runs.setdefault(workload.model, Scaled())(workload, optimizer)
+
+    return step
 
 
 @pytest.mark.parametrize("name", FUSED)

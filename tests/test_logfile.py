@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opcheck import logfile
@@ -19,6 +19,7 @@ from opcheck.record_json import to_json
 from opcheck.records import Metrics, OpRecord, Verdict
 from opcheck.review import load_run
 from tests import log_samples as logs
+from tests.exploring import examples
 
 DOCUMENTED = (
     "2025-05-19 10:00:01 [WARNING] Op: add.Tensor | FAIL | in: [(2, 3):torch.float16]"
@@ -66,7 +67,7 @@ def test_several_outputs_are_a_list():
     numbers=st.tuples(st.floats(), st.floats(), st.floats(), st.none() | st.floats()),
     whole=st.tuples(*[st.integers(0, 10**9)] * 3),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_format_and_parse_are_inverses(names, inputs, outputs, numbers, whole):
     op, module, phase, source, run_id = names
     max_abs, max_rel, q, rmse_ratio = numbers

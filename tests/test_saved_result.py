@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
 from opcheck import ArgumentError, LogWriteError, Metrics, Verdict
 from tests.compiled import DYNAMO_WARNS, Block, add_to_one, checked_step, mark, stack, wrong_backend
+from tests.exploring import examples
 
 pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -55,7 +56,7 @@ st.register_type_strategy(
 DTYPES = st.sampled_from([None, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(12)
 @given(result=every_field(CompareResult, recordings=st.just([]), cast_dtype=DTYPES))
 def test_every_field_comes_back(result: CompareResult, tmp_path_factory: Any) -> None:
     loaded = saved_and_loaded(result, tmp_path_factory.mktemp("saved"))
