@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modulecheck import trees
+from modulecheck.buffers import all_buffers
 from modulecheck.distributed import is_gathered, own_class
 from modulecheck.foreign import without_foreign
 from modulecheck.recorded_files import UnknownBackend
@@ -160,7 +161,7 @@ def _module_at(model: nn.Module, call: RecordedCall) -> nn.Module:
         )
     for what, given, recorded in (
         ("parameter", dict(module.named_parameters()), call.parameters),
-        ("buffer", dict(module.named_buffers()), call.snapshot.buffers),
+        ("buffer", all_buffers(module), call.snapshot.buffers),
     ):
         _check_same(call, what, given, recorded)
     return module

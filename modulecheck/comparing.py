@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modulecheck.artifacts import Artifact
 from modulecheck.attributes import attribute_tensors
+from modulecheck.buffers import all_buffers
 from modulecheck.compared import Compared, Rule, documented
 from modulecheck.distributed import is_gathered
 from modulecheck.goldens import Goldens, Key, array_of, results_of
@@ -133,7 +134,7 @@ class ModuleCall:
             return
         before = arguments(self.snapshot.args, self.snapshot.kwargs)
         self._pairs.arguments(before, self.region.arguments, replayed.arguments)
-        now = dict(self.module.named_buffers()) if buffers is None else buffers
+        now = all_buffers(self.module) if buffers is None else buffers
         self._pairs.buffers(self.snapshot.buffers, now, replayed.buffers)
         held = attribute_tensors(self.module) if attributes is None else attributes
         self._pairs.attributes(self.snapshot.attributes.tensors(), held, replayed.attributes)

@@ -213,15 +213,8 @@ class Pairs:
         *,
         eager_before: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Buffers by name, as `arguments`."""
-        theirs_old = before if eager_before is None else eager_before
-        for name, theirs in eager.items():
-            old, now = before.get(name), actual.get(name)
-            key, label = ("buffer", name), f"buffer {name}"
-            if old is None or now is None:
-                self.differs("mutated", key, label, "it exists on one side only")
-            elif changed(old, now) or _is_written(theirs_old, name, theirs):
-                self.look("mutated", key, label, now, theirs)
+        """Buffers by every name that they have, as `arguments`."""
+        self._written("buffer", before, actual, eager, eager_before)
 
     def attributes(
         self,
@@ -242,18 +235,21 @@ class Pairs:
         eager: Mapping[str, Tensor],
         eager_before: Mapping[str, Tensor] | None,
     ) -> None:
-        """Tensors by name that a side wrote to, or put there."""
-        theirs_old, after = before if eager_before is None else eager_before, dict(actual)
-        for name, theirs in eager.items():
-            mine = after.pop(name, None)
+        """Tensors by name that a side wrote to, put there or took away; tied ones once."""
+        theirs_old = before if eager_before is None else eager_before
+        seen = set()
+        for name in dict.fromkeys((*eager, *actual)):
+            mine, theirs = actual.get(name), eager.get(name)
+            which = tuple(map(id, (before.get(name), theirs_old.get(name), mine, theirs)))
+            if which in seen:
+                continue
+            seen.add(which)
             key, label = (what, name), f"{what} {name}"
-            if mine is None:
-                self.differs("mutated", key, label, "eager has put a tensor there")
+            if mine is None or theirs is None:
+                has = "eager" if mine is None else "compiled"
+                self.differs("mutated", key, label, f"only {has} has it after the call")
             elif _is_written(before, name, mine) or _is_written(theirs_old, name, theirs):
                 self.look("mutated", key, label, mine, theirs)
-        for name in after:
-            reason = "compiled has put a tensor there"
-            self.differs("mutated", (what, name), f"{what} {name}", reason)
 
     def gradient(
         self, kind: str, key: Key, name: str, actual: Tensor | None, eager: Tensor | None,

@@ -101,6 +101,7 @@ def call_to_file(call: RecordedCall, table: TensorTable) -> dict[str, Any]:
         "args": writer.tree(snapshot.args),
         "kwargs": writer.tree(snapshot.kwargs),
         "buffers": _tensors(snapshot.buffers, table),
+        "unset_buffers": None if snapshot.unset is None else sorted(snapshot.unset),
         "parameters": _tensors(call.parameters, table),
         "training": call.training,
         "random": _random_to_file(snapshot.random, table),
@@ -246,6 +247,7 @@ def call_from_file(row: Mapping[str, Any], reader: TensorReader) -> RecordedCall
         grad_enabled=bool(row["grad_enabled"]),
         inference=bool(row["inference"]),
         cast_dtype=cast_dtype,
+        unset=_unset(row.get("unset_buffers")),  # files of earlier versions do not tell
     )
     backend = _text(row["backend"])
     return RecordedCall(
@@ -270,6 +272,10 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a text, got {value!r:.60}")
     return value
+
+
+def _unset(names: Any) -> frozenset[str] | None:
+    return None if names is None else frozenset(_text(name) for name in _list(names))
 
 
 def _key(value: Any) -> tuple[str, int | str]:

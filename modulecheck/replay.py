@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.attributes import attribute_tensors
+from modulecheck.buffers import all_buffers, copied_buffers, put_buffers
 from modulecheck.distributed import is_fsdp2, no_collectives
 from modulecheck.snapshot import RandomState, Snapshot, arguments, copied_together
 from modulecheck.undisturbed import undisturbed
@@ -82,7 +83,7 @@ class Replayed:
     inputs: list[Tensor]
     """What the module received, after the run: in-place changes are in it."""
     buffers: dict[str, Tensor]
-    """Every buffer after the run."""
+    """After the run, by every name that they have."""
     attributes: dict[str, Tensor]
     """Tensors in plain attributes of the module after the run."""
     input_leaves: list[Tensor | None]
@@ -155,7 +156,7 @@ class _Holder(nn.Module):
             for mode in self.modes:
                 stack.enter_context(mode)
             out = (self.call[0] or run)(*args, **kwargs)
-        self.buffers_after = dict(self.inner.named_buffers())
+        self.buffers_after = all_buffers(self.inner)
         self.attributes_after = attribute_tensors(self.inner, self.state)
         return out
 
@@ -251,13 +252,12 @@ def replay(
             name: _leaf(convert(item.detach(), f"parameter {name}"), item, through)
             for name, item in module.named_parameters()
         }
-        buffers = {
-            name: convert(item.clone(), f"buffer {name}") for name, item in snapshot.buffers.items()
-        }
+        buffers = copied_buffers(snapshot.buffers, lambda originals: _own(originals, convert))
         holder = _Holder(module, modes, through, {**parameters, **buffers})
-        state = {f"inner.{name}": item for name, item in {**parameters, **buffers}.items()}
+        state = {f"inner.{name}": item for name, item in parameters.items()}
         snapshot.random.restore()
         with undisturbed(module):
+            put_buffers(module, buffers, snapshot.unset)
             snapshot.attributes.put(module, {**parameters, **buffers}, _held_copies(convert))
             output = torch.func.functional_call(holder, state, args, kwargs)
         return Replayed(
@@ -276,10 +276,7 @@ def _held_copies(convert: Convert) -> Callable[[list[Tensor]], list[Tensor]]:
     """Copies of what a module keeps in attributes; they may be changed in place."""
 
     def copies(originals: list[Tensor]) -> list[Tensor]:
-        if convert is same_dtype:
-            given = copied_together(originals)
-        else:
-            given = [convert(item.detach(), f"buffer {n}") for n, item in enumerate(originals)]
+        given = _own(originals, convert)
         return [
             _Link.apply(data.requires_grad_(), data)  # type: ignore[no-untyped-call]
             if original.requires_grad and torch.is_grad_enabled()
@@ -288,6 +285,13 @@ def _held_copies(convert: Convert) -> Callable[[list[Tensor]], list[Tensor]]:
         ]
 
     return copies
+
+
+def _own(originals: list[Tensor], convert: Convert) -> list[Tensor]:
+    """Copies of tensors of a module that are no parameters."""
+    if convert is same_dtype:
+        return copied_together(originals)
+    return [convert(item.detach(), f"buffer {place}") for place, item in enumerate(originals)]
 
 
 def _leaf(data: Tensor, original: Tensor, through: Callable[..., Any] | None) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.attributes import attribute_tensors
+from modulecheck.buffers import all_buffers, copied_buffers
 from modulecheck.compilations import Compiled, CompileLog
 from modulecheck.distributed import shared_by_ranks
 from modulecheck.goldens import Key, array_of
@@ -26,7 +27,7 @@ from modulecheck.keeping import Keeper
 from modulecheck.region_gradients import RegionGradients
 from modulecheck.replay import replaying
 from modulecheck.selection import Target
-from modulecheck.snapshot import Snapshot, arguments
+from modulecheck.snapshot import Snapshot, arguments, copied_together
 from opcheck.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["ModelCopyError", "Side", "SideCall", "as_float", "copied", "run_side", "twins_of"]
@@ -260,8 +261,7 @@ class _Recorder:
             with _torch.no_modes():
                 call.output = trees.rebuilt(output, _frozen)
                 call.after = trees.rebuilt(call.region.arguments, _frozen)
-                buffers = module.named_buffers()
-                call.buffers = {key: item.detach().clone() for key, item in buffers}
+                call.buffers = copied_buffers(all_buffers(module), copied_together)
                 call.attributes = trees.rebuilt(attribute_tensors(module), _frozen)
             call.region.attach(output, on_first=lambda: self._reached(name), on_done=_nothing)
             call.region.forget_inputs()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from modulecheck import _torch, trees
 from modulecheck.attributes import Attributes
+from modulecheck.buffers import all_buffers, copied_buffers, unset_buffers
 
 __all__ = ["Autocast", "RandomState", "Snapshot", "arguments", "copied_together"]
 
@@ -74,6 +75,7 @@ class Snapshot:
     wants_grad: dict[int, bool]
     """By id of each copied input."""
     buffers: dict[str, Tensor]
+    """By every name that they have; tied as the module's are."""
     parameter_versions: dict[str, tuple[int, int]]
     """Identity and version."""
     random: RandomState
@@ -81,6 +83,8 @@ class Snapshot:
     grad_enabled: bool
     inference: bool
     cast_dtype: torch.dtype | None = None
+    unset: frozenset[str] | None = None
+    """Buffers that are registered without a tensor; None: that is not known."""
     attributes: Attributes = field(default_factory=Attributes)
     """What the module keeps beside parameters and buffers; is not in a file."""
 
@@ -96,7 +100,7 @@ class Snapshot:
         originals = trees.tensors((args, kwargs))
         copies = dict(zip(map(id, originals), copied_together(originals), strict=True))
         args, kwargs = trees.rebuilt((args, kwargs), lambda tensor: copies[id(tensor)], fresh=True)
-        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        buffers = copied_buffers(all_buffers(module), copied_together)
         return cls(
             args=args,
             kwargs=kwargs,
@@ -108,6 +112,7 @@ class Snapshot:
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             cast_dtype=cast_dtype,
+            unset=unset_buffers(module),
             attributes=Attributes.take(module, buffers, _with_gradient),
         )
 

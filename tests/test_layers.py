@@ -179,6 +179,7 @@ LAYERS = {
         },
         {
             "attributes",
+            "buffers",
             "collective_watch",
             "flips",
             "graph_limits",

@@ -139,7 +139,7 @@ def test_snapshot_comes_back_field_by_field(tmp_path: Path) -> None:
     assert new.random.python == old.random.python
     assert repr(new.random.numpy) == repr(old.random.numpy)
     compared |= {"buffers", "random"}
-    for name in ("autocast", "grad_enabled", "inference", "cast_dtype"):
+    for name in ("autocast", "grad_enabled", "inference", "cast_dtype", "unset"):
         assert getattr(new, name) == getattr(old, name), name
         compared.add(name)
     assert compared == {field.name for field in dataclasses.fields(Snapshot)}
