@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOOK_TABLES",
     "INDUCTOR_CODE",
+    "KEY_BLOCKS",
     "BelowAutograd",
     "DisableTorchFunction",
     "DispatchKey",
@@ -48,8 +49,10 @@ __all__ = [
     "hook_tables_of",
     "is_composite",
     "is_functional",
+    "is_key_on",
     "is_unshared",
     "memory_of",
+    "mode_keys",
     "mode_notes",
     "mode_stack",
     "mode_stack_length",
@@ -66,6 +69,7 @@ __all__ = [
     "registrations_for",
     "schema_of",
     "sequence_nr_of",
+    "set_key_on",
     "set_no_compile",
     "storage_id",
     "tags_of",
@@ -132,6 +136,19 @@ mode_notes = (
 )
 """What `python_dispatch` notes of the modes that are on: any, one of the user's, one without
 compile."""
+mode_keys: tuple[Any, ...] = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
+"""On, while any mode is on the thread's stack."""
+is_key_on: Callable[[Any], bool] = _door.need("torch._C._dispatch_tls_is_dispatch_key_included")
+set_key_on: Callable[[Any, bool], None] = _door.need(
+    "torch._C._dispatch_tls_set_dispatch_key_included"
+)
+KEY_BLOCKS: tuple[type[Any], ...] = (
+    _door.need("torch._C._InferenceMode"),
+    _door.need("torch._C._ForceDispatchKeyGuard"),
+    _door.need("torch._C._PreserveDispatchKeyGuard"),
+)
+"""Context managers that put back all dispatch keys: of `torch.inference_mode`, of the call of a
+compiled function, of its compilation."""
 set_no_compile: Callable[[bool], None] = _door.need(
     "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals"
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from opcheck import _torch
 from opcheck.modes import PassingMode, active_modes, is_innermost, take_off
 from opcheck.switch import SWITCH, Observer
 from opcheck.tensor_kinds import unwraps_itself
@@ -27,7 +26,6 @@ class CheckMode(PassingMode):
         self._observer = observer
         self._pid = os.getpid()
         self._has_left = False
-        self._inference = torch.is_inference_mode_enabled()
         self._left_behind: list[Any] = []
         """The modes that were below when this one left."""
 
@@ -47,13 +45,11 @@ class CheckMode(PassingMode):
 
     @property
     def may_move(self) -> bool:
-        """Getting on and off the stack has effect, also on what follows.
+        """Getting on and off the stack has effect, also on what follows; see also `key_blocks`.
 
-        The end of `torch.inference_mode` puts the thread's dispatch keys back as they were at its
-        beginning: a mode that came inside of it would see nothing, and after one that left the
-        next op would abort.
+        Not within a backward: autograd puts the whole stack back at its end.
         """
-        return torch.is_inference_mode_enabled() == self._inference
+        return _torch.current_graph_task_id() == -1
 
     def leave(self) -> bool:
         """Get off the stack before the context ends; True when nothing is seen from now on.

@@ -14,6 +14,7 @@ from opcheck import _torch
 from opcheck.exits import Exits
 from opcheck.global_hooks import ModuleHooks, OptimizerHooks
 from opcheck.intercept import CheckMode
+from opcheck.key_blocks import key_blocks
 from opcheck.modules import ModuleTracker
 from opcheck.pipeline import Pipeline
 from opcheck.switch import Observer
@@ -56,6 +57,7 @@ class Presence:
             self._pipeline.stop_counting()
             return
         exits.add(self._end)
+        key_blocks.watch(self)
         mode = CheckMode(observer)
         exits.add(partial(mode.__exit__, None, None, None))
         if self._pipeline.wants_rest:
@@ -71,6 +73,7 @@ class Presence:
         self._mode = None
 
     def _end(self) -> None:
+        key_blocks.ignore(self)
         self._step_end.remove()
         self._tracker.remove()
 

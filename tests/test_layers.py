@@ -47,6 +47,7 @@ LAYERS = {
             "environment",
             "global_hooks",
             "kernel_table",
+            "key_blocks",
             "logfile",
             "modes",
             "overhead",

@@ -8,6 +8,7 @@ from torch import nn
 
 import opcheck
 from opcheck import SkipReason, Verdict
+from opcheck.switch import SWITCH
 from tests.faults import gelu_off_by
 from tests.step_equality import EmptyMode, active_modes
 
@@ -17,7 +18,7 @@ X = torch.linspace(-2, 2, 24).reshape(4, 6)
 @pytest.fixture(autouse=True)
 def no_registered_kernels(monkeypatch):
     """Other tests of the process may have registered some, and a session with them stays."""
-    monkeypatch.setattr(opcheck.leaving.SWITCH, "has_kernels", False)
+    monkeypatch.setattr(SWITCH, "has_kernels", False)
 
 
 def model() -> nn.Module:
@@ -106,7 +107,7 @@ def test_what_has_to_see_every_call_stays(tmp_path, arguments):
 
 
 def test_registered_kernels_keep_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(opcheck.leaving.SWITCH, "has_kernels", True)
+    monkeypatch.setattr(SWITCH, "has_kernels", True)
     training, _ = trained(tmp_path, max_checks=1)
     assert training.modes == [1] * 5
 

@@ -175,7 +175,7 @@ def evaluated_first(training: Training, steps: int, *, mode: bool) -> None:
         training.step()
 
 
-def test_nothing_is_decided_within_inference_mode(tmp_path, plan):
+def test_it_rests_and_comes_back_within_inference_mode_that_began_after_it(tmp_path, plan):
     """Its end puts the dispatch keys back: the next op aborted, or nothing was seen any more."""
     plan += [REST, LOOK, REST, REST, LOOK]
     plain, training = Training(), Training()
@@ -185,13 +185,14 @@ def test_nothing_is_decided_within_inference_mode(tmp_path, plan):
     assert session.coverage.adds_up
     assert session.certificate.holds
     assert active_modes() == []
-    assert session.coverage.overhead.num_rests == 0  # every step begins in inference mode
-    assert training.modes == [1] * 7
+    assert session.coverage.overhead.num_rests == 3
+    assert training.modes == [1, 0, 1, 0, 0, 1, 1]
+    assert {record.step for record in session.records} == {0, 2, 5, 6}
     for ours, theirs in zip(training.net.parameters(), plain.net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_a_rest_ends_at_the_first_module_out_of_inference_mode(tmp_path, plan):
+def test_a_rest_ends_at_the_first_module_also_in_inference_mode(tmp_path, plan):
     plan += [REST, LOOK]
     training = Training()
     with check(training.net, tmp_path) as session:
@@ -216,10 +217,12 @@ def test_within_inference_mode_it_rests_and_comes_back(tmp_path, plan):
     (X + 1).exp()
 
 
-def test_who_has_nothing_left_to_see_does_not_leave_within_inference_mode(tmp_path):
+def test_who_has_nothing_left_to_see_leaves_also_within_inference_mode(tmp_path):
     training = Training()
     with opcheck.check(training.net, log_dir=tmp_path, quiet=True, max_checks=1) as session:
         evaluated_first(training, 6, mode=True)
+    assert training.modes[-1] == 0
+    assert session.coverage.counting_stopped_at == session.coverage.seen - 1
     assert session.coverage.adds_up
     assert session.certificate.holds
     assert active_modes() == []
