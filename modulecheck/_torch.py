@@ -97,6 +97,7 @@ __all__ = [
     "set_fake_mode",
     "should_allocate",
     "tracing",
+    "type_of_script_object",
     "unbox_group",
     "unbox_work",
     "version_of",
@@ -314,6 +315,7 @@ def patched(config: str, **options: Any) -> AbstractContextManager[None]:
 default_store_of_group = _door.later("torch.distributed.distributed_c10d._get_default_store")
 resolve_group = _door.later("torch.distributed.distributed_c10d._resolve_process_group")
 unbox_group = _door.later("torch.distributed.distributed_c10d.ProcessGroup.unbox")
+type_of_script_object = _door.later("torch.ScriptObject._type")
 unbox_work = _door.later("torch.distributed.Work.unbox")
 fsdp_state_of = _door.reader("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
 param_groups_of = _door.reader(

@@ -13,16 +13,19 @@ from torch import nn
 
 from modulecheck import _torch
 from opcheck import source_lines
+from opcheck.errors import ArgumentError
+from opcheck.validation import an_instance, wrong_type
 
 __all__ = [
     "compiles_only_inlined",
     "inlined",
-    "is_backend",
     "is_own_inductor",
     "lacks_cpp_compiler",
     "load_backend",
     "random_as_eager",
     "recompile_limit_hits",
+    "require_backend",
+    "require_backend_or_name",
 ]
 
 
@@ -44,13 +47,36 @@ def load_backend(backend: Any) -> Callable[..., Any]:
     return named
 
 
-def is_backend(name: str) -> bool:
-    """True for a name that `torch.compile` takes."""
+def require_backend_or_name(backend: Any) -> None:
+    """Whether there is a backend of that name is looked at when a model is there."""
+    if not isinstance(backend, str) and not callable(backend):
+        raise wrong_type("backend", "a name or a function", backend)
+
+
+def require_backend(backend: Any, model: nn.Module) -> None:
+    """Say now what would otherwise be an error in the middle of the step.
+
+    Raises:
+        ArgumentTypeError: the model is no module.
+        ArgumentError: there is no backend of that name.
+        RuntimeError: it is inductor, and the compiler that it needs is not there.
+    """
+    an_instance("model", model, nn.Module, "a torch.nn.Module")
+    if not isinstance(backend, str):
+        return
     try:
-        load_backend(name)
-    except _torch.InvalidBackend():
-        return False
-    return True
+        load_backend(backend)
+    except _torch.InvalidBackend() as error:
+        raise ArgumentError(
+            f"backend: torch.compile knows none of the name {backend!r};"
+            " torch._dynamo.list_backends() gives those it knows"
+        ) from error
+    on_cpu = any(item.device.type == "cpu" for item in model.parameters())
+    if backend == "inductor" and on_cpu and lacks_cpp_compiler():
+        raise RuntimeError(
+            "backend='inductor' needs a C++ compiler for a model on the CPU and finds none:"
+            " install g++ or clang++, or choose backend='aot_eager'"
+        )
 
 
 def is_own_inductor(backend: Any) -> bool:

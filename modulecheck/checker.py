@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import report as _report
-from modulecheck.backends import is_backend, lacks_cpp_compiler
+from modulecheck.backends import require_backend, require_backend_or_name
 from modulecheck.budget import Budget
 from modulecheck.call_repro import write_call_repro, write_repros
 from modulecheck.compared import Rule
@@ -29,13 +29,25 @@ from modulecheck.sides import as_float
 from modulecheck.single_pass import SinglePass
 from modulecheck.two_pass import TwoPass
 from opcheck import tolerances as tol
-from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.errors import ArgumentError
+from opcheck.validation import (
+    a_count,
+    a_flag,
+    a_function,
+    a_number,
+    a_path,
+    a_string,
+    an_instance,
+    one_of,
+    several,
+)
 
 __all__ = ["PrecisionChecker"]
 
 Module = TypeVar("Module", bound=nn.Module)
 REPRO_SECONDS = 120.0
-CRITERIA = (None, "calibrated", "allclose")
+CRITERIA = ("calibrated", "allclose")
+GOLDEN = ("auto", "always")
 
 
 class PrecisionChecker:
@@ -93,19 +105,21 @@ class PrecisionChecker:
 
         Raises:
             ArgumentError: a value that is not allowed.
-            ArgumentTypeError: cast_dtype is no dtype, backend neither a name nor a callable,
-                graph_dir or repro_dir no path, a switch neither True nor False.
+            ArgumentTypeError: a type that is not allowed.
         """
-        _validate(backend, threshold, rtol, criterion, cast_dtype, golden)
-        _validate_flags(
-            dump_graphs=dump_graphs, capture_input=capture_input, single_pass=single_pass
-        )
-        if not isinstance(graph_dir, (str, Path)):
-            raise ArgumentTypeError(f"graph_dir: expected a path, got {graph_dir!r}")
-        _validate_number("record_limit_mb", record_limit_mb)
-        _validate_number("rank_timeout_s", rank_timeout_s)
-        if repro_dir is not None and not isinstance(repro_dir, (str, Path)):
-            raise ArgumentTypeError(f"repro_dir: expected a path or None, got {repro_dir!r}")
+        require_backend_or_name(backend)
+        a_number("threshold", threshold)
+        a_flag("dump_graphs", dump_graphs)
+        a_path("graph_dir", graph_dir)
+        _validate_dtype(cast_dtype)
+        a_flag("capture_input", capture_input)
+        a_flag("single_pass", single_pass)
+        one_of("criterion", criterion, allowed=CRITERIA, optional=True)
+        a_number("rtol", rtol)
+        one_of("golden", golden, allowed=GOLDEN)
+        a_number("record_limit_mb", record_limit_mb)
+        a_number("rank_timeout_s", rank_timeout_s)
+        a_path("repro_dir", repro_dir, optional=True)
         changed = threshold != tol.MODULE_ATOL or rtol != tol.MODULE_RTOL
         self.backend, self.threshold, self.rtol = backend, threshold, rtol
         self.dump_graphs, self.graph_dir = dump_graphs, graph_dir
@@ -169,7 +183,7 @@ class PrecisionChecker:
                 "install(): already installed; call collect() first, or collect(...,"
                 " keep_installed=True) between steps"
             )
-        self._check_model(model)
+        require_backend(self.backend, model)
         run = SinglePass(self._selection.plan(model), self._settings())
         try:
             self._run, self._loss = run, None
@@ -190,22 +204,6 @@ class PrecisionChecker:
             timeout_s=self.rank_timeout_s,
             graph_dir=Path(self.graph_dir) if self.dump_graphs else None,
         )
-
-    def _check_model(self, model: nn.Module) -> None:
-        """Say now what would otherwise be an error in the middle of the step."""
-        if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model)}")
-        if isinstance(self.backend, str) and not is_backend(self.backend):
-            raise ArgumentError(
-                f"backend: torch.compile knows none of the name {self.backend!r};"
-                " torch._dynamo.list_backends() gives those it knows"
-            )
-        on_cpu = any(item.device.type == "cpu" for item in model.parameters())
-        if self.backend == "inductor" and on_cpu and lacks_cpp_compiler():
-            raise RuntimeError(
-                "backend='inductor' needs a C++ compiler for a model on the CPU and finds none:"
-                " install g++ or clang++, or choose backend='aot_eager'"
-            )
 
     @contextlib.contextmanager
     def installed(self, model: nn.Module) -> Iterator[PrecisionChecker]:
@@ -247,6 +245,7 @@ class PrecisionChecker:
         Raises:
             RuntimeError: `install` was not called.
         """
+        a_flag("keep_installed", keep_installed)
         run = self._run
         if run is None:
             raise RuntimeError("collect(): nothing is installed; call install(model) first")
@@ -276,6 +275,7 @@ class PrecisionChecker:
             ArgumentError: single_pass is False and the model cannot be copied.
             Whatever `run_step` raises.
         """
+        a_function("run_step", run_step)
         if not self.single_pass:
             return self._compare_copies(run_step, model)
         with self.installed(model):
@@ -285,7 +285,7 @@ class PrecisionChecker:
     def _compare_copies(
         self, run_step: Callable[[nn.Module], Any], model: nn.Module
     ) -> CompareResult:
-        self._check_model(model)
+        require_backend(self.backend, model)
         run = TwoPass(self._selection.plan(model), self._settings(), model)
         run.run(run_step)
         result = self._result(run)
@@ -356,11 +356,17 @@ class PrecisionChecker:
                 or is another one.
         """
         _validate_result(result)
+        a_number("budget_s", budget_s, may_be_inf=True)
+        a_count("max_compiles", max_compiles)
+        folder = a_path("repro_dir", repro_dir, optional=True)
+        if backend is not None:
+            require_backend_or_name(backend)
+        wanted = several("classes", classes, "a list of classes")
         return drill(
             result, locate, budget=Budget(seconds=budget_s, compiles=max_compiles),
             progress=progress,
-            reproduce=None if repro_dir is None else partial(write_call_repro, Path(repro_dir)),
-            model=model, backend=backend, classes=classes,
+            reproduce=None if folder is None else partial(write_call_repro, folder),
+            model=model, backend=backend, classes=wanted,
         )  # fmt: skip
 
     # ---- report ----
@@ -372,7 +378,7 @@ class PrecisionChecker:
             LogWriteError: it cannot be written.
         """
         _validate_result(result)
-        result.save(path)
+        result.save(a_path("path", path))
 
     def report(
         self,
@@ -399,49 +405,29 @@ class PrecisionChecker:
             ArgumentError: scenario is no name.
         """
         _validate_result(result)
+        path = a_path("csv_path", csv_path, optional=True)
+        a_flag("verbose", verbose)
+        a_flag("gather", gather)
+        a_string("scenario", scenario)
         merged = None
         if gather:
             rank, merged = gathered(result, scenario=scenario, timeout_s=self.rank_timeout_s)
             if rank:
                 return
         _report.print_report(result, verbose=verbose)
-        path = None if csv_path is None else Path(csv_path)
         if merged is not None:
             report_ranks(merged, path)
         elif path is not None:
             _report.write_csv(result, path)
 
 
-def _validate(
-    backend: Any, threshold: Any, rtol: Any, criterion: Any, cast_dtype: Any, golden: Any
-) -> None:
-    if not isinstance(backend, str) and not callable(backend):
-        raise ArgumentTypeError(f"backend: expected a name or a callable, got {backend!r}")
-    for name, value in (("threshold", threshold), ("rtol", rtol)):
-        _validate_number(name, value)
-    if criterion not in CRITERIA:
-        raise ArgumentError(f"criterion: expected one of {CRITERIA}, got {criterion!r}")
-    if golden not in ("auto", "always"):
-        raise ArgumentError(f"golden: expected 'auto' or 'always', got {golden!r}")
-    if cast_dtype is not None and not isinstance(cast_dtype, torch.dtype):
-        raise ArgumentTypeError(f"cast_dtype: expected a torch.dtype, got {cast_dtype!r}")
-    if cast_dtype is not None and not cast_dtype.is_floating_point:
+def _validate_dtype(cast_dtype: Any) -> None:
+    if cast_dtype is None:
+        return
+    an_instance("cast_dtype", cast_dtype, torch.dtype, "a torch.dtype or None")
+    if not cast_dtype.is_floating_point:
         raise ArgumentError(f"cast_dtype: expected a floating dtype, got {cast_dtype}")
 
 
-def _validate_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ArgumentTypeError(f"{name}: expected True or False, got {value!r}")
-
-
 def _validate_result(result: Any) -> None:
-    if not isinstance(result, CompareResult):
-        raise ArgumentTypeError(
-            f"result: expected what collect() or compare() returned, got {type(result).__name__}"
-        )
-
-
-def _validate_number(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ArgumentError(f"{name}: expected a number of 0 or more, got {value!r}")
+    an_instance("result", result, CompareResult, "what collect() or compare() returned")

@@ -21,6 +21,7 @@ from modulecheck.sidechannel import TIMEOUT_S, SideChannel
 from opcheck.errors import ArgumentError
 from opcheck.printing import visible
 from opcheck.records import Verdict
+from opcheck.validation import a_count, a_number, an_instance
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,10 +51,12 @@ def audit_collectives(
 
     Raises:
         ArgumentError: `max_sums` or `timeout_s` is not positive.
+        ArgumentTypeError: an argument has a type that is not allowed.
     """
-    if max_sums < 1:
-        raise ArgumentError(f"max_sums: expected 1 or more, got {max_sums!r}")
-    if not timeout_s > 0:
+    if model is not None:
+        an_instance("model", model, nn.Module, "a torch.nn.Module or None")
+    a_count("max_sums", max_sums, least=1)
+    if not a_number("timeout_s", timeout_s, may_be_inf=True):
         raise ArgumentError(f"timeout_s: expected more than 0, got {timeout_s!r}")
     return CollectiveAudit(model, max_sums=max_sums, timeout_s=timeout_s)
 

@@ -158,7 +158,9 @@ def wait_for(out: Any) -> None:
     Not without need: waiting for a reduce-scatter of gloo writes its result once more.
     """
     for item in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(item, torch.ScriptObject) and "Work" in str(item._type()):
+        if not isinstance(item, torch.ScriptObject):
+            continue
+        if "Work" in str(_torch.type_of_script_object()(item)):
             _torch.unbox_work()(item).wait()
 
 

@@ -11,6 +11,7 @@ from modulecheck.csv_files import CSV_FIELDS, RANK_FIELDS, read_table, write_tab
 from opcheck.errors import ArgumentError, LogReadError
 from opcheck.printing import visible
 from opcheck.records import Verdict
+from opcheck.validation import a_count, a_path, a_string, several, several_paths
 
 __all__ = ["MergedReport", "RankReport", "merge_reports", "write_merged"]
 
@@ -197,11 +198,12 @@ def merge_reports(
 
     Raises:
         ArgumentError: no paths, or not as many ranks; `out` is one of the paths.
+        ArgumentTypeError: an argument has a type that is not allowed.
         LogReadError: a file cannot be read, is no such report, tells no rank, or two are of one
             rank and scenario.
         LogWriteError: `out` cannot be written.
     """
-    files, target = [Path(path) for path in paths], Path(out)
+    files, target = several_paths("paths", paths), a_path("out", out)
     _check_arguments(files, target, scenario, ranks)
     reports: list[RankReport] = []
     for place, file in enumerate(files):
@@ -231,11 +233,12 @@ def _check_arguments(
 ) -> None:
     if not files:
         raise ArgumentError("paths: expected at least one CSV report, got none")
-    if ranks is not None and len(ranks) != len(files):
-        raise ArgumentError(f"ranks: expected {len(files)}, one a file, got {len(ranks)}")
-    if ranks is not None and any(type(rank) is not int or rank < 0 for rank in ranks):
-        raise ArgumentError(f"ranks: expected integers of 0 or more, got {list(ranks)!r}")
-    if scenario is not None and not scenario:
+    if ranks is not None:
+        for rank in several("ranks", ranks, "a list of ranks, one a file"):
+            a_count("ranks", rank)
+        if len(ranks) != len(files):
+            raise ArgumentError(f"ranks: expected {len(files)}, one a file, got {len(ranks)}")
+    if a_string("scenario", scenario, optional=True) == "":
         raise ArgumentError("scenario: expected a name, got ''")
     if any(file.resolve() == target.resolve() for file in files):
         raise ArgumentError(f"out: {target} is one of the files to merge; choose another name")

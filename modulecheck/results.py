@@ -19,6 +19,7 @@ from modulecheck.tensor_container import (
     write_container,
 )
 from opcheck.records import Metrics, Verdict
+from opcheck.validation import a_path
 
 __all__ = ["CompareResult", "ModuleDiff", "TensorDiff", "merged", "worst"]
 
@@ -218,7 +219,7 @@ class CompareResult:
             "result": to_plain(result),
             "recordings": rows,
         }
-        write_container(Path(path), index, table)
+        write_container(a_path("path", path), index, table)
 
     @classmethod
     def load(cls, path: str | Path) -> CompareResult:
@@ -234,7 +235,7 @@ class CompareResult:
             result.notes += left_out
             return result
 
-        return read_container(Path(path), SCHEMA, SCHEMA_VERSION, build)
+        return read_container(a_path("path", path), SCHEMA, SCHEMA_VERSION, build)
 
     # ---- verdict ----
 

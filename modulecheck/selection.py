@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from modulecheck import _torch
 from modulecheck.distributed import inside_ddp
-from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.errors import ArgumentError
 from opcheck.modules import clean_fqn
+from opcheck.validation import a_count, a_string, an_instance, wrong_type
 
 __all__ = ["COMPILED_BY_USER", "IGNORED", "INSIDE_COMPILED", "Plan", "Selection"]
 
@@ -53,11 +54,8 @@ class Selection:
 
     def wrap(self, module: nn.Module, name: str | None = None) -> None:
         """Mark one module; `name` replaces its FQN in the report."""
-        if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(f"module: expected a torch.nn.Module, got {_type(module)}")
-        if name is not None and not isinstance(name, str):
-            raise ArgumentTypeError(f"name: expected a string or None, got {name!r}")
-        self.wrapped[module] = name
+        _require_module("module", module)
+        self.wrapped[module] = a_string("name", name, optional=True)
 
     def wrap_by_policy(self, model: nn.Module, classes: Any) -> list[nn.Module]:
         """Mark every module of these classes."""
@@ -68,8 +66,8 @@ class Selection:
 
     def wrap_all_children(self, model: nn.Module, depth: Any) -> list[nn.Module]:
         """Mark the modules at a depth; containers do not use up depth."""
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-            raise ArgumentError(f"depth: expected an integer of 0 or more, got {depth!r}")
+        _require_module("model", model)
+        depth = a_count("depth", depth)
         found = list(dict.fromkeys(_at_depth(inside_ddp(model), depth)))
         for module in found:
             self.wrapped.setdefault(module, None)
@@ -77,8 +75,7 @@ class Selection:
 
     def ignore(self, module: nn.Module) -> None:
         """Leave one module out of the report."""
-        if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(f"module: expected a torch.nn.Module, got {_type(module)}")
+        _require_module("module", module)
         self.ignored.add(module)
 
     def ignore_by_policy(self, model: nn.Module, classes: Any) -> None:
@@ -117,7 +114,7 @@ class Selection:
                 f"wrap: {counts[twice[0]]} modules have the name {twice[0]!r} in the report;"
                 " wrap(module, name) takes another one for each"
             )
-        return Plan(tuple(targets), tuple(skipped))
+        return Plan(tuple(targets), tuple(dict.fromkeys(skipped)))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -146,12 +143,16 @@ def _with_fate(model: nn.Module, wrapped: Any) -> list[tuple[nn.Module, bool]]:
     return [(module, inside[module]) for module in model.modules()]
 
 
+def _require_module(field: str, value: Any) -> None:
+    an_instance(field, value, nn.Module, "a torch.nn.Module")
+
+
 def _of_classes(model: nn.Module, classes: Any) -> list[nn.Module]:
-    if isinstance(classes, type):
-        classes = (classes,)
-    wanted = tuple(classes)
+    _require_module("model", model)
+    given = (classes,) if isinstance(classes, type) else classes
+    wanted = tuple(given) if isinstance(given, Iterable) else ()
     if not wanted or not all(isinstance(item, type) for item in wanted):
-        raise ArgumentTypeError(f"expected a tuple of module classes, got {classes!r}")
+        raise wrong_type("module_classes", "classes of modules", classes)
     return [module for module in model.modules() if isinstance(module, wanted)]
 
 
@@ -170,7 +171,3 @@ def _at_depth(module: nn.Module, depth: int) -> Iterator[nn.Module]:
             yield part
         else:
             yield from _at_depth(part, depth - 1)
-
-
-def _type(value: object) -> str:
-    return type(value).__name__

@@ -17,9 +17,9 @@ import torch
 
 from modulecheck.tensor_rule import coarsest, components, judge_calibrated
 from modulecheck.tensor_values import Snapshot, bits_of, dtype_name, values_of
-from opcheck.errors import ArgumentError
 from opcheck.printing import number
 from opcheck.records import Metrics
+from opcheck.validation import a_flag, a_number, one_of
 from opcheck.verdicts import Outcome, Rule, judge_allclose, judge_exact
 
 __all__ = ["CRITERIA", "Comparison", "Criterion", "compare"]
@@ -48,12 +48,11 @@ class Criterion:
         Raises:
             ArgumentError: an unknown name, or a tolerance that is negative or not finite.
         """
-        if self.name not in CRITERIA:
-            raise ArgumentError(f"criterion: expected one of {CRITERIA}, got {self.name!r}")
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0.0 <= value < math.inf):
-                raise ArgumentError(f"{name}: expected a number from 0, got {value!r}")
+        one_of("criterion", self.name, allowed=CRITERIA)
+        a_number("rtol", self.rtol)
+        a_number("atol", self.atol)
+        a_flag("equal_nan", self.equal_nan)
+        a_flag("check_dtype", self.check_dtype)
 
     @property
     def word(self) -> str:

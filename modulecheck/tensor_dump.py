@@ -23,6 +23,7 @@ from modulecheck.tensor_store import TensorFileError
 from modulecheck.tensor_values import bits_of, dtype_name, tensor_of_bits
 from modulecheck.untrusted_files import DAMAGED, read_array, require_file
 from opcheck.records import Verdict
+from opcheck.validation import a_path
 from opcheck.whole_files import write_atomically
 
 __all__ = ["DumpMode", "Dumper", "load_dump"]
@@ -190,7 +191,7 @@ def load_dump(path: str | Path) -> dict[str, list[Tensor]]:
     Raises:
         TensorFileError: there is no dump, or it is not what its index says.
     """
-    folder = Path(path)
+    folder = a_path("path", path)
     found: dict[str, list[Tensor]] = {}
     for item in _read_index(folder):
         try:

@@ -24,7 +24,8 @@ from modulecheck.tensor_names import Rename, mapped_names
 from modulecheck.tensor_records import NameMismatch, Site
 from modulecheck.tensor_values import leaves
 from modulecheck.tensors import TensorChecker
-from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.errors import ArgumentError
+from opcheck.validation import a_flag, an_instance, several, several_globs, several_strings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,20 +81,19 @@ def module_register_tensor_checker(
         A handle: `remove()` takes the hooks off, and so does leaving it as a context manager.
 
     Raises:
-        ArgumentTypeError: `modules` is no module and no list of modules.
+        ArgumentTypeError: an argument has a type that is not allowed.
         ArgumentError: a model is registered already, a side is taken, two modules get one name, or
             names do not match and `strict` is set.
     """
-    models = [modules] if isinstance(modules, nn.Module) else list(modules)
-    for model in models:
-        if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"modules: expected nn.Module, got {type(model).__name__}")
+    models = _models(modules)
+    an_instance("checker", checker, TensorChecker, "a TensorChecker")
+    a_flag("strict", strict)
     options = _Options(
-        parameters=parameters,
-        buffers=buffers,
-        inputs=inputs,
-        outputs=outputs,
-        exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
+        parameters=a_flag("parameters", parameters),
+        buffers=a_flag("buffers", buffers),
+        inputs=a_flag("inputs", inputs),
+        outputs=a_flag("outputs", outputs),
+        exclude=several_globs("exclude", exclude),
     )
     names = _sides(checker, side, len(models))
     registered = RegisteredModels([])
@@ -108,12 +108,20 @@ def module_register_tensor_checker(
     return registered
 
 
+def _models(modules: Any) -> list[nn.Module]:
+    allowed = "a torch.nn.Module, or a list of them"
+    if isinstance(modules, nn.Module):
+        return [modules]
+    found = several("modules", modules, allowed)
+    return [an_instance("modules", model, nn.Module, allowed) for model in found]
+
+
 def _sides(checker: TensorChecker, side: str | Sequence[str] | None, count: int) -> list[str]:
     if side is None:
         free = (f"model {number}" for number in range(1, len(checker.sides) + count + 1))
         names = [name for name in free if name not in checker.sides][:count]
     else:
-        names = [side] if isinstance(side, str) else list(side)
+        names = list(several_strings("side", side))
         if len(names) != count:
             raise ArgumentError(f"side: expected {count} names, got {len(names)}")
     if len(set(names)) != len(names) or set(names) & set(checker.model_hooks()):

@@ -8,6 +8,7 @@ from typing import Any
 
 from modulecheck.tensor_report import report_lines
 from opcheck.records import Metrics, Verdict
+from opcheck.validation import a_count
 
 __all__ = ["ModuleFinding", "NameMismatch", "Site", "TensorCheckResult", "TensorRecord", "overall"]
 
@@ -176,6 +177,7 @@ class TensorCheckResult:
 
     def report(self, *, width: int = 100) -> str:
         """Verdict, first divergence, origins, what was not compared."""
+        a_count("width", width, least=1)
         return "\n".join(report_lines(self, width=width))
 
 
@@ -200,8 +202,9 @@ def overall(
     if not records:
         return Verdict.INCONCLUSIVE, "nothing was registered"
     if gaps:
-        more = f", and {len(gaps) - 1} reasons more" if len(gaps) > 1 else ""
-        return Verdict.INCONCLUSIVE, gaps[0] + more
+        more = len(gaps) - 1
+        others = f"; {more} more reason{'s' * (more > 1)}" if more else ""
+        return Verdict.INCONCLUSIVE, gaps[0] + others
     if alone:
         return Verdict.INCONCLUSIVE, f"{alone} of {len(records)} tags have no counterpart"
     if not any(record.num_elements for record in records):

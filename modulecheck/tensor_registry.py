@@ -15,10 +15,13 @@ from modulecheck.tensor_groups import Entry, tag_matches
 from modulecheck.tensor_records import Site, TensorCheckResult
 from modulecheck.tensor_store import Held, Scratch, Stored, holds
 from modulecheck.tensor_values import Snapshot, dtype_name, leaves
-from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.errors import ArgumentError
 from opcheck.tolerances import HALF_DTYPES
+from opcheck.validation import a_flag, a_path, a_string, one_of
 
 __all__ = ["TensorRegistry"]
+
+KEEP = ("all", "stats")
 
 
 class TensorRegistry:
@@ -31,10 +34,9 @@ class TensorRegistry:
         quiet: bool = False,
         repro_dir: str | Path | None = None,
     ) -> None:
-        if keep not in ("all", "stats"):
-            raise ArgumentError(f"keep: expected 'all' or 'stats', got {keep!r}")
-        if repro_dir is not None and not isinstance(repro_dir, (str, Path)):
-            raise ArgumentTypeError(f"repro_dir: expected a path or None, got {repro_dir!r}")
+        one_of("keep", keep, allowed=KEEP)
+        a_flag("quiet", quiet)
+        a_path("repro_dir", repro_dir, optional=True)
         self.keep = keep
         self.quiet = quiet
         self.repro_dir = repro_dir
@@ -83,10 +85,8 @@ class TensorRegistry:
             ArgumentTypeError: the tag is no string, or a leaf holds no numbers; names tag and type.
             ArgumentError: a leaf has no values, or there is no leaf.
         """
-        if not isinstance(tag, str):
-            raise ArgumentTypeError(f"tag: expected a string, got {type(tag).__name__}")
-        if side is not None and not isinstance(side, str):
-            raise ArgumentTypeError(f"side: expected a string, got {type(side).__name__}")
+        a_string("tag", tag)
+        a_string("side", side, optional=True)
         found = list(leaves(tag, tensor))
         if not found:
             raise ArgumentError(f"tag {tag[:200]!r}: a {type(tensor).__name__} without any tensor")

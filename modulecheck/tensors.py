@@ -36,9 +36,10 @@ from modulecheck.tensor_records import TensorCheckResult, TensorRecord, overall
 from modulecheck.tensor_registry import TensorRegistry
 from modulecheck.tensor_report import printed_line, report_lines
 from modulecheck.tensor_repro import Checked, write_tensor_repros
-from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.errors import ArgumentError
 from opcheck.printing import style_for
 from opcheck.records import Verdict
+from opcheck.validation import a_path, an_instance, several_globs, several_paths
 
 __all__ = ["TensorChecker", "tensor_checker"]
 
@@ -137,11 +138,11 @@ class TensorChecker(TensorRegistry):
     def _check(
         self, criterion: Criterion, precision: Any, mode: DumpMode, dump_path: str | Path
     ) -> bool:
-        if not isinstance(mode, DumpMode):
-            raise ArgumentTypeError(f"dump_mode: expected a DumpMode, got {mode!r}")
+        an_instance("dump_mode", mode, DumpMode, "a DumpMode")
+        folder = a_path("dump_path", dump_path)
         with self._lock:
             groups = group_entries(self._entries, self._sides)
-            dumper = Dumper(mode, Path(dump_path))
+            dumper = Dumper(mode, folder)
             dumper.start()
             records = []
             for index, group in enumerate(groups):
@@ -239,8 +240,9 @@ class TensorChecker(TensorRegistry):
         Raises:
             OSError: it cannot be written.
         """
+        target = a_path("path", path)
         with self._lock:
-            save_entries(Path(path), self._entries, self.sides, self.module_names, self._problems)
+            save_entries(target, self._entries, self.sides, self.module_names, self._problems)
 
     @classmethod
     def load(
@@ -259,13 +261,17 @@ class TensorChecker(TensorRegistry):
 
         Raises:
             TensorFileError: a file cannot be read.
+            ArgumentError: no file was given.
         """
         checker = cls(keep=keep, quiet=quiet, repro_dir=repro_dir)
-        for saved in load_entries([Path(path) for path in paths], in_memory=keep == "all"):
+        files, unwanted = several_paths("paths", paths), several_globs("exclude", exclude)
+        if not files:
+            raise ArgumentError("paths: expected at least one file, got none")
+        for saved in load_entries(files, in_memory=keep == "all"):
             wanted = [
                 entry
                 for entry in saved.entries
-                if not any(tag_matches(entry.tag, pattern) for pattern in exclude)
+                if not any(tag_matches(entry.tag, pattern) for pattern in unwanted)
             ]
             checker._entries += wanted
             checker._excluded += len(saved.entries) - len(wanted)
@@ -274,7 +280,7 @@ class TensorChecker(TensorRegistry):
                 checker._module_names[side] = tuple(
                     name
                     for name in names
-                    if not any(tag_matches(output_tag(name), pattern) for pattern in exclude)
+                    if not any(tag_matches(output_tag(name), pattern) for pattern in unwanted)
                 )
             checker._sides += saved.sides
         for entry in checker._entries:

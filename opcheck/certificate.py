@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from opcheck import _torch
 from opcheck.golden import Contents, contents_kept
 from opcheck.modes import PassingMode, active_modes
+from opcheck.validation import a_function, an_instance, several
 
 __all__ = ["Certificate", "Surroundings", "certify"]
 
@@ -187,9 +188,16 @@ def certify(
         optimizers: that the step uses.
 
     Raises:
+        ArgumentTypeError: the step is no function, or an optimizer is none.
         Whatever `step` raises; the state is then as before.
     """
-    kept = _Kept(model, tuple(optimizers))
+    a_function("step", step)
+    allowed = "a list of torch.optim.Optimizer"
+    given = [
+        an_instance("optimizers", item, torch.optim.Optimizer, allowed)
+        for item in several("optimizers", optimizers, allowed)
+    ]
+    kept = _Kept(model, tuple(given))
     attributes = Contents(vars(item) for item in model.modules())
     try:
         return _certified(_Runs(step, kept), checked)

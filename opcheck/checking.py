@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from opcheck.errors import ArgumentTypeError
 from opcheck.records import OpRecord
 from opcheck.session import Session
 from opcheck.settings import (
@@ -23,6 +22,7 @@ from opcheck.settings import (
     DEFAULT_SHADOW_BYTES,
     Settings,
 )
+from opcheck.validation import an_instance
 
 __all__ = ["check"]
 
@@ -126,10 +126,8 @@ def check(
         LogWriteError: on entry, when the logs cannot be written.
         PrecisionError: on leaving, with `on_failure="raise"`.
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            f"model: expected a torch.nn.Module or None, got {model!r} ({type(model).__name__})"
-        )
+    if model is not None:
+        an_instance("model", model, nn.Module, "a torch.nn.Module or None")
     settings = Settings.from_arguments(
         log_dir=log_dir, rtol=rtol, atol=atol, criterion=criterion, max_checks=max_checks,
         max_overhead=max_overhead, log_once=log_once, max_numel=max_numel, large=large,

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opcheck.globs import module_matches, op_matches
-from opcheck.records import CallCount, Coverage, OpRecord, Overhead, UncheckedSignature, Verdict
+from opcheck.records import (
+    PHASES,
+    CallCount,
+    Coverage,
+    OpRecord,
+    Overhead,
+    UncheckedSignature,
+    Verdict,
+)
+from opcheck.validation import a_count, a_string, one_of
 
 __all__ = [
     "Filter",
@@ -44,6 +53,17 @@ class Filter:
     module: str | None = None
     phase: str | None = None
     step: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no record can be.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the message names the field.
+        """
+        a_string("op", self.op, optional=True)
+        a_string("module", self.module, optional=True)
+        one_of("phase", self.phase, allowed=PHASES, optional=True)
+        a_count("step", self.step, optional=True)
 
     def __str__(self) -> str:
         chosen = {"op": self.op, "module": self.module, "phase": self.phase, "step": self.step}

@@ -18,7 +18,7 @@ from opcheck import _torch
 from opcheck.callers import CallerTracker
 from opcheck.calls import Call, traits_of
 from opcheck.environment import process_rank, run_header
-from opcheck.errors import ArgumentError, ArgumentTypeError, LogWriteError
+from opcheck.errors import ArgumentError, LogWriteError
 from opcheck.kernel_inputs import keep_inputs
 from opcheck.kernel_table import call_kernel, decomposition, kernels, with_number_tensors
 from opcheck.outside import leave_references, reference_depth, running_reference
@@ -29,6 +29,7 @@ from opcheck.records import Coverage, OpRecord, Verdict
 from opcheck.settings import Settings
 from opcheck.sinks import LogFiles, log_names
 from opcheck.switch import SWITCH, KernelSwitch
+from opcheck.validation import wrong_type
 
 __all__ = ["KernelCheck", "KernelChecks", "find_op", "wrap_kernel"]
 
@@ -45,9 +46,7 @@ def find_op(key: Any, namespace: str = "aten") -> Any:
     if isinstance(key, _torch.OpOverload):
         return key
     if not isinstance(key, str):
-        raise ArgumentTypeError(
-            f"key: expected an op key such as 'add.Tensor', got {key!r} ({type(key).__name__})"
-        )
+        raise wrong_type("key", "an op key such as 'add.Tensor'", key)
     given, _, name = key.rpartition("::")
     base, _, overload = name.partition(".")
     packet = getattr(getattr(torch.ops, given or namespace), base, None) if base else None

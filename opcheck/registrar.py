@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from opcheck.kernel_table import kernels
 from opcheck.kernelcheck import CHECKS, KernelCheck, find_op, wrap_kernel
 from opcheck.records import Coverage
 from opcheck.settings import DEFAULT_ATOL, DEFAULT_MAX_CHECKS, DEFAULT_RTOL, Settings
+from opcheck.validation import a_path, a_string, several, several_strings, wrong_type
 
 __all__ = [
     "PrecisionCheckRegister",
@@ -70,11 +70,8 @@ def enable_precision_check(
         ArgumentError, ArgumentTypeError: an argument is not allowed; nothing was changed.
         LogWriteError: the log cannot be written.
     """
-    if path is not None and not isinstance(path, (str, os.PathLike)):
-        raise ArgumentTypeError(
-            f"path: expected a path or None, got {path!r} ({type(path).__name__})"
-        )
-    file = None if path is None else Path(path).expanduser()
+    file = a_path("path", path, optional=True)
+    file = None if file is None else file.expanduser()
     settings = Settings.from_arguments(
         log_dir="logs" if file is None else file.parent, rtol=rtol, atol=atol,
         criterion=criterion, max_checks=max_checks, log_once=log_once, large=large,
@@ -106,9 +103,7 @@ def checked_kernel(key: str, fn: Kernel) -> Kernel:
         ArgumentError, ArgumentTypeError: there is no such op, or `fn` is no function.
     """
     if not callable(fn):
-        raise ArgumentTypeError(
-            f"fn: expected a function for {key!r}, got {fn!r} ({type(fn).__name__})"
-        )
+        raise wrong_type("fn", f"a function for {key!r}", fn)
     return wrap_kernel(find_op(key), fn, CHECKS.switch)
 
 
@@ -135,6 +130,7 @@ class PrecisionCheckRegister:
 
     Raises:
         ArgumentError: no `lib` was given.
+        ArgumentTypeError: an argument has a type that is not allowed.
     """
 
     def __init__(
@@ -155,15 +151,18 @@ class PrecisionCheckRegister:
             )
         self.lib = lib
         self.device = _present_device()
-        self.reg_key = dispatch_key or _torch.dispatch_key_of(self.device)
+        self.reg_key = a_string(
+            "dispatch_key", dispatch_key, optional=True
+        ) or _torch.dispatch_key_of(self.device)
         self.all_ops: list[str] = []
         self.all_keys: list[str] = []
         self.failed: dict[str, str] = {}
-        self._unused = list(user_exclude_ops or ())
-        self._patched = set(cpp_patched_ops or ())
-        self.config = list(config)
+        self._unused = list(several_strings("user_exclude_ops", user_exclude_ops or ()))
+        self._patched = {*several_strings("cpp_patched_ops", cpp_patched_ops or ())}
+        self.config = several("config", config, "a list of (op key, function)")
         if user_include_ops:
-            self.config = self._included(list(user_include_ops), full_config_by_func or {})
+            wanted = several_strings("user_include_ops", user_include_ops)
+            self.config = self._included(list(wanted), full_config_by_func or {})
         self.for_each()
 
     def for_each(self) -> None:
@@ -185,9 +184,7 @@ class PrecisionCheckRegister:
             RuntimeError: torch refused it.
         """
         if not callable(fn):
-            raise ArgumentTypeError(
-                f"fn: expected a function for {key!r}, got {fn!r} ({type(fn).__name__})"
-            )
+            raise wrong_type("fn", f"a function for {key!r}", fn)
         func = find_op(key, getattr(self.lib, "ns", "aten"))
         checked = wrap_kernel(func, fn, CHECKS.switch)
         with warnings.catch_warnings():

@@ -28,6 +28,7 @@ from opcheck.logfile import Progress
 from opcheck.logrecords import LogRecords
 from opcheck.records import CallCount, Coverage, OpRecord, Verdict, session_verdict
 from opcheck.scan import LogScan, RunScan, scan_log
+from opcheck.validation import a_count, a_function, a_path, a_string, an_instance
 
 __all__ = ["Filter", "Run", "Tally", "find_logs", "join_ranks", "load_run"]
 
@@ -137,6 +138,7 @@ class Run:
 
     def with_index(self, index: int) -> list[OpRecord]:
         """The records of the n-th dispatched call, one of each rank."""
+        a_count("index", index)
         if isinstance(self.records, LogRecords):
             return self.records.with_index(index)
         return [record for record in self.records if record.index == index]
@@ -206,7 +208,7 @@ def find_logs(path: str | Path) -> list[Path]:
     Raises:
         LogReadError: a folder with no log, or with several of which none is the obvious one.
     """
-    folder = Path(path)
+    folder = a_path("path", path)
     try:
         if not folder.is_dir():
             return [folder]
@@ -248,9 +250,15 @@ def load_run(
     all ranks is given.
 
     Raises:
+        ArgumentTypeError: an argument has a type that is not allowed.
         LogReadError: it cannot be read, is no log, or has no such run.
         SchemaVersionError: the run was written by a newer version.
     """
+    a_string("run", run, optional=True)
+    if where is not None:
+        an_instance("where", where, Filter, "a Filter or None")
+    if progress is not None:
+        a_function("progress", progress)
     runs: list[Run] = []
     for log in find_logs(path):
         scan = scan_log(log, where=where, progress=progress)

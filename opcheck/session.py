@@ -38,6 +38,7 @@ from opcheck.settings import Settings
 from opcheck.sinks import LogFiles, log_names
 from opcheck.stopwatch import Stopwatch
 from opcheck.switch import SWITCH, Observer
+from opcheck.validation import a_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,6 +129,7 @@ class Session:
 
     def report(self, *, width: int | None = None) -> str:
         """The findings for a person, as text of at most `width` columns."""
+        a_count("width", width, optional=True, least=1)
         run, style = self._run(), style_for(sys.stdout, width=width, color=False)
         tables = render_blame(run, style) if self.settings.blame else []
         text = render(run, style=style, log_path=self.log_path, tables=tables)

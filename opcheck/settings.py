@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from opcheck.errors import ArgumentError, ArgumentTypeError
+from opcheck.errors import ArgumentError
 from opcheck.records import OpRecord
+from opcheck.validation import (
+    a_count,
+    a_flag,
+    a_number,
+    a_path,
+    one_of,
+    several_globs,
+    wrong_type,
+)
 
 __all__ = [
     "CRITERIA",
@@ -116,21 +124,13 @@ class Settings:
         return found
 
 
-def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(f"{field}: expected a number >= 0, got {value!r} ({_kind(value)})")
-    if not (math.isfinite(value) and value >= 0):
-        raise ArgumentError(f"{field}: expected a finite number >= 0, got {value!r}")
-    return float(value)
-
-
 def _share(field: str, value: object) -> float | None:
     """0.5 of 0.5, "0.5" and "50%"."""
     if value is None:
         return None
     allowed = 'a finite number > 0, a percentage ("50%") or None'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ArgumentTypeError(f"{field}: expected {allowed}, got {value!r} ({_kind(value)})")
+        raise wrong_type(field, allowed, value)
     text, percent, rest = str(value).partition("%")
     share = math.nan
     with contextlib.suppress(ValueError):
@@ -141,109 +141,53 @@ def _share(field: str, value: object) -> float | None:
     return share
 
 
-def _count(field: str, value: object, *, optional: bool = False) -> Any:
-    if value is None and optional:
-        return None
-    allowed = "an int >= 0" + (" or None" if optional else "")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{field}: expected {allowed}, got {value!r} ({_kind(value)})")
-    if value < 0:
-        raise ArgumentError(f"{field}: expected {allowed}, got {value!r}")
-    return value
-
-
-def _flag(field: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{field}: expected True or False, got {value!r} ({_kind(value)})")
-    return value
-
-
-def _globs(field: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, Iterable):
-        raise ArgumentTypeError(
-            f"{field}: expected globs (strings), got {value!r} ({_kind(value)})"
-        )
-    found = tuple(value)
-    for item in found:
-        if not isinstance(item, str):
-            raise ArgumentTypeError(
-                f"{field}: expected globs (strings), got {item!r} ({_kind(item)})"
-            )
-    return found
-
-
-def _path(field: str, value: object, *, optional: bool = False) -> Path | None:
-    if value is None and optional:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise ArgumentTypeError(f"{field}: expected a path, got {value!r} ({_kind(value)})")
-    return Path(value)
-
-
 def _criterion_for(*, rtol: float = DEFAULT_RTOL, atol: float = DEFAULT_ATOL, **_: object) -> str:
     changed = (rtol, atol) != (DEFAULT_RTOL, DEFAULT_ATOL)
     return "allclose" if changed else "calibrated"
 
 
-def _one_of(
-    field: str, value: object, *, allowed: tuple[str, ...], optional: bool = False
-) -> str | None:
-    if value is None and optional:
-        return None
-    wanted = f"one of {allowed}" + (" or None" if optional else "")
-    if not isinstance(value, str):
-        raise ArgumentTypeError(f"{field}: expected {wanted}, got {value!r} ({_kind(value)})")
-    if value not in allowed:
-        raise ArgumentError(f"{field}: expected {wanted}, got {value!r}")
-    return value
-
-
 def _on_failure(field: str, value: object) -> Any:
     if callable(value) or value in ("log", "raise"):
         return value
-    kind = ArgumentError if isinstance(value, str) else ArgumentTypeError
-    raise kind(f"{field}: expected 'log', 'raise' or a callable, got {value!r}")
+    allowed = "'log', 'raise' or a function"
+    if not isinstance(value, str):
+        raise wrong_type(field, allowed, value)
+    raise ArgumentError(f"{field}: expected {allowed}, got {value!r}")
 
 
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-_optional_count = partial(_count, optional=True)
+_maybe_a_count = partial(a_count, optional=True)
 
 _VALIDATORS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
     {
-        "log_dir": _path,
-        "rtol": _number,
-        "atol": _number,
-        "criterion": partial(_one_of, allowed=CRITERIA, optional=True),
-        "max_checks": _optional_count,
+        "log_dir": a_path,
+        "rtol": a_number,
+        "atol": a_number,
+        "criterion": partial(one_of, allowed=CRITERIA, optional=True),
+        "max_checks": _maybe_a_count,
         "max_overhead": _share,
-        "log_once": _flag,
-        "max_numel": _count,
-        "large": partial(_one_of, allowed=LARGE),
-        "workers": _count,
-        "include": _globs,
-        "exclude": _globs,
-        "modules": _globs,
-        "start_step": _count,
-        "num_steps": _optional_count,
+        "log_once": a_flag,
+        "max_numel": a_count,
+        "large": partial(one_of, allowed=LARGE),
+        "workers": a_count,
+        "include": several_globs,
+        "exclude": several_globs,
+        "modules": several_globs,
+        "start_step": a_count,
+        "num_steps": _maybe_a_count,
         "on_failure": _on_failure,
-        "seed": _count,
-        "quiet": _flag,
-        "blame": _flag,
-        "repeat": _flag,
-        "selftest": _flag,
-        "max_shadow_bytes": _count,
-        "repro_dir": partial(_path, optional=True),
-        "repro_seconds": _number,
-        "max_repros": _count,
-        "max_repro_bytes": _count,
-        "record": partial(_one_of, allowed=RECORD, optional=True),
-        "record_dir": _path,
-        "max_recorded": _count,
-        "max_record_bytes": _count,
+        "seed": a_count,
+        "quiet": a_flag,
+        "blame": a_flag,
+        "repeat": a_flag,
+        "selftest": a_flag,
+        "max_shadow_bytes": a_count,
+        "repro_dir": partial(a_path, optional=True),
+        "repro_seconds": a_number,
+        "max_repros": a_count,
+        "max_repro_bytes": a_count,
+        "record": partial(one_of, allowed=RECORD, optional=True),
+        "record_dir": a_path,
+        "max_recorded": a_count,
+        "max_record_bytes": a_count,
     }
 )

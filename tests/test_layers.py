@@ -27,7 +27,7 @@ LAYERS = {
             "waiting",
             "whole_files",
         },
-        {"private_names", "record_json"},
+        {"private_names", "record_json", "validation"},
         {
             "_torch",
             "arguments",

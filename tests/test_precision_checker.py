@@ -511,6 +511,17 @@ def test_root_can_be_wrapped() -> None:
     assert result.diffs[0].name == ""
 
 
+def test_module_compiled_by_the_user_and_wrapped_inside_has_one_row() -> None:
+    model = stack().model
+    model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")
+    checker = PrecisionChecker()
+    checker.wrap(model.blocks[0])
+    checker.wrap(model.blocks[1])
+    checker.wrap_by_policy(model, (Block,))  # finds what the wrapper holds as well
+    plan = checker._selection.plan(model)
+    assert plan.skipped.count(("blocks.1", "SKIP_compiled_wrapper")) == 1
+
+
 def test_modules_inside_wrapped_ones_are_compiled_with_them() -> None:
     workload = stack()
     checker = PrecisionChecker()
@@ -943,7 +954,7 @@ def test_capture_input_shows_or_hides_the_section(capture_input: bool, capsys: A
 def test_inductor_without_a_compiler_is_said_before_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("modulecheck.checker.lacks_cpp_compiler", lambda: True)
+    monkeypatch.setattr("modulecheck.backends.lacks_cpp_compiler", lambda: True)
     model = nn.Sequential(Block(), Block())
     checker = PrecisionChecker(backend="inductor")
     checker.wrap_by_policy(model, (Block,))

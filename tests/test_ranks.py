@@ -127,7 +127,7 @@ def test_given_names_go_before_those_of_the_files(write, tmp_path):
             "two reports are of rank 0 in scenario 'core'",
         ),
         ({"rank0.csv": CLEAN}, {"ranks": [0, 1]}, ArgumentError, "expected 1, one a file, got 2"),
-        ({"rank0.csv": CLEAN}, {"ranks": [-1]}, ArgumentError, "0 or more"),
+        ({"rank0.csv": CLEAN}, {"ranks": [-1]}, ArgumentError, ">= 0"),
         ({"rank0.csv": CLEAN}, {"scenario": ""}, ArgumentError, "expected a name"),
     ],
 )  # fmt: skip

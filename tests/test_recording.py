@@ -15,7 +15,7 @@ from modulecheck import CompareResult, PrecisionChecker
 from modulecheck.goldens import array_of, results_of
 from modulecheck.recording import RecordedCall
 from modulecheck.replay import Replayed, replay
-from opcheck import ArgumentError, Verdict
+from opcheck import ArgumentError, ArgumentTypeError, Verdict
 from tests.compiled import (
     DYNAMO_WARNS,
     MARK,
@@ -182,7 +182,7 @@ def stack_of_marked() -> Workload:
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), "much"])
 def test_limit_is_a_number_of_0_or_more(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="record_limit_mb"):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="record_limit_mb"):
         PrecisionChecker(record_limit_mb=value)
 
 

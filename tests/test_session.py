@@ -65,7 +65,7 @@ def model() -> nn.Module:
         ("start_step", -2, ArgumentError, "-2"),
         ("num_steps", "two", ArgumentTypeError, "'two'"),
         ("on_failure", "explode", ArgumentError, "'raise'"),
-        ("on_failure", 5, ArgumentTypeError, "callable"),
+        ("on_failure", 5, ArgumentTypeError, "function"),
         ("quiet", 1, ArgumentTypeError, "True or False"),
         ("log_once", None, ArgumentTypeError, "None"),
         ("seed", -1, ArgumentError, "-1"),

@@ -547,7 +547,7 @@ def test_allclose_with_equal_nan(checker):
 
 @pytest.mark.parametrize("options", [{"rtol": -1}, {"atol": float("nan")}, {"rtol": "1"}])
 def test_a_tolerance_that_means_nothing_is_an_error(checker, options):
-    with pytest.raises(ArgumentError, match="expected a number from 0"):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="tol: expected a finite number"):
         checker.check_allclose(**options)
 
 
@@ -798,7 +798,7 @@ def test_models_that_did_not_run_are_no_pass_of_other_tags(checker):
         checker.check_equal()
     del handle
     assert checker.result.verdict is Verdict.INCONCLUSIVE
-    assert checker.result.reason.startswith("model 1 is registered and did not run")
+    assert checker.result.reason == "model 1 is registered and did not run; 1 more reason"
 
 
 def test_modules_that_did_not_run_are_named(checker):
