@@ -44,8 +44,8 @@ class Attributes:
     """Copies, by path of the submodule and name."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    owned: dict[int, str] = field(default_factory=dict)
-    """Parameters and buffers that stand among the values, by id."""
+    owned: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """Parameters and buffers that stand among the values, by id, with their names."""
 
     @classmethod
     def take(cls, module: nn.Module, buffers: Mapping[str, Tensor], copies: CopyAll) -> Attributes:
@@ -57,10 +57,10 @@ class Attributes:
             copies: copies tensors.
         """
         memo: dict[int, Any] = {}
-        owned: dict[int, str] = {}
+        owned: dict[int, tuple[Tensor, str]] = {}
         for name, item in (*module.named_parameters(), *module.named_buffers()):
             twin = memo[id(item)] = buffers.get(name, item)
-            owned[id(twin)] = name
+            owned[id(twin)] = twin, name
         values = {path: _own(item) for path, item in module.named_modules()}
         return cls(_twins(values, memo, copies), owned)
 
@@ -72,7 +72,9 @@ class Attributes:
             state: what it runs with in place of its parameters and buffers, by name.
             copies: copies tensors.
         """
-        memo: dict[int, Any] = {i: state[name] for i, name in self.owned.items() if name in state}
+        memo: dict[int, Any] = {
+            key: state[name] for key, (_, name) in self.owned.items() if name in state
+        }
         twins = _twins(self.values, memo, copies)
         for path, item in module.named_modules():
             if path not in twins:
@@ -157,7 +159,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 def _reached(value: Any) -> list[Any] | None:
     """Tensors and generators that it holds; None: it is no state of a forward."""
-    todo, seen, found = [value], set[int](), []
+    todo, found = [value], []
+    seen: dict[int, Any] = {}  # held: a container may make what it gives, anew each time
     num_values = 0
     while todo:
         item = todo.pop()
@@ -166,7 +169,7 @@ def _reached(value: Any) -> list[Any] | None:
             return None
         if isinstance(item, _ATOMS) or id(item) in seen:
             continue
-        seen.add(id(item))
+        seen[id(item)] = item
         if isinstance(item, (Tensor, torch.Generator)):
             found.append(item)
         elif isinstance(item, _AROUND) or callable(item):

@@ -10,7 +10,6 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ class Watch(PassingMode):
         self._max_sums = max_sums
         self._pending: list[_Pending] = []
         self._pid = os.getpid()
-        self._user_code: dict[CodeType, bool] = {}
+        self._user_files: dict[str, bool] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -158,7 +157,7 @@ class Watch(PassingMode):
         if not call.kind:
             self.not_understood[call.op] += 1
             return None
-        frame = find_user_frame(sys._getframe(1), self._user_code)
+        frame = find_user_frame(sys._getframe(1), self._user_files)
         source = spell_line(frame.f_code, frame.f_lineno) if frame else ""
         seen = Seen(replace(call, given=()), self._digests(call, call.given), source)
         self.seen.append(seen)

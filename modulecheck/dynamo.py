@@ -47,7 +47,7 @@ def isolated() -> Iterator[None]:
     No graph is read from or written to the caches on disk, because a lowering may have been changed
     since they were filled. The user's compiled code stays valid and is not compiled again.
     """
-    before = {id(code) for code in _codes()}
+    before = _codes()
     counters = _torch.counters()
     counted = {name: dict(counts) for name, counts in counters.items()}
     code_state = copy.deepcopy(_torch.code_state())
@@ -87,13 +87,15 @@ def _codes() -> list[Any]:
     return [code for code in found if code is not None]
 
 
-def _forget_codes(before: set[int]) -> None:
+def _forget_codes(before: list[Any]) -> None:
     """Code that Dynamo met for the first time forgets what was compiled.
 
     Code that it knew keeps all its entries: ours sit in a bucket that no other call looks into.
+    It is known by its id, while `before` holds it: equal code of two functions is equal.
     """
+    known = {id(code) for code in before}
     for code in _codes():
-        if id(code) not in before:
+        if id(code) not in known:
             _torch.reset_code()(code)
 
 

@@ -73,7 +73,10 @@ class CountingBackend:
         return isinstance(other, CountingBackend) and self.backend == other.backend
 
     def __hash__(self) -> int:
-        return hash(self.backend) if isinstance(self.backend, str) else id(self.backend)
+        try:
+            return hash(self.backend)
+        except TypeError:  # equal by value, and changeable
+            return hash(type(self.backend))
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
         artifact, version = None, dynamo.version_compiled_now()

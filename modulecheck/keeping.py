@@ -111,16 +111,16 @@ class Keeper:
         self._random = RandomState.now()
         self._stack = contextlib.ExitStack()
         self._beside = _Tensors([])
-        self._optimizers: set[int] = set()
-        self._own: set[int] = set()
+        self._optimizers: list[Optimizer] = []
+        self._own: dict[int, Tensor] = {}
         self.notes: list[str] = []
 
     @contextlib.contextmanager
     def one_run(self, twin: nn.Module) -> Iterator[None]:
         """Begin with the generators as they were, and put back everything at the end."""
         self._random.restore()
-        self._beside, self._optimizers = _Tensors([]), set()
-        self._own = {id(item) for item in twin.parameters()}
+        self._beside, self._optimizers = _Tensors([]), []
+        self._own = {id(item): item for item in twin.parameters()}
         handle = register_optimizer_step_pre_hook(self._before_step)
         try:
             with contextlib.ExitStack() as self._stack:
@@ -128,6 +128,7 @@ class Keeper:
                 yield
         finally:
             handle.remove()
+            self._own, self._optimizers = {}, []
             uncut(self._put_back)
 
     def _put_back(self) -> None:
@@ -157,10 +158,12 @@ class Keeper:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
-        if id(optimizer) in self._optimizers or any(id(item) in self._own for item in parameters):
+        if any(id(item) in self._own for item in parameters):
             return
-        self._optimizers.add(id(optimizer))
-        self._keep(parameters)
+        self._keep(parameters)  # each time: it may have been given more since
+        if any(optimizer is item for item in self._optimizers):
+            return
+        self._optimizers.append(optimizer)
         for state in optimizer.state.values():
             self._keep(trees.tensors(state))
         self._keep_contents([vars(optimizer)])

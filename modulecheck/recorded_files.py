@@ -152,7 +152,8 @@ class _Writer:
     def __init__(self, table: TensorTable, wants_grad: Mapping[int, bool]) -> None:
         self._table, self._wants_grad = table, wants_grad
         self._inside: set[int] = set()
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, tuple[int, Any]] = {}
+        """By id, with the object: an attribute may make its value anew each time."""
 
     def tree(self, value: Any) -> Any:
         """A scalar as it is, everything else as `{what: ...}`."""
@@ -188,8 +189,9 @@ class _Writer:
         if isinstance(value, type):
             return {"class": _class_name(value)}
         if id(value) in self._numbers:
-            return {"again": self._numbers[id(value)]}
-        number = self._numbers[id(value)] = len(self._numbers)
+            return {"again": self._numbers[id(value)][0]}
+        number = len(self._numbers)
+        self._numbers[id(value)] = number, value
         return {
             "object": _class_name(type(value)),
             "number": number,

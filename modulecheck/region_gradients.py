@@ -56,9 +56,12 @@ class RegionGradients:
         for place, item in enumerate(self.inputs):
             if item.requires_grad:
                 self._input_keys.setdefault(_identity(item), ("input", place))
-        self._parameters: dict[int, Key] = {
-            id(item): ("parameter", name) for name, item in module.named_parameters()
-        }
+        self._parameters: dict[int, Key] = {}
+        self._held: list[Tensor] = []
+        """Parameters until `attach`: the call may drop one and make another leaf, with its id."""
+        for name, item in module.named_parameters():
+            self._parameters[id(item)] = ("parameter", name)
+            self._held.append(item)
         self._first_nr = _torch.next_sequence_nr()
         self._handles: list[Any] = []
         self._waiting: set[Any] = set()
@@ -114,6 +117,8 @@ class RegionGradients:
         for key, tensor in outputs:
             if tensor.grad_fn is not None and not self._is_outside(tensor.grad_fn):
                 self._listen_to_output(key, tensor)
+        self._parameters.clear()
+        self._held.clear()
         return bool(self._waiting)
 
     @property
@@ -139,8 +144,8 @@ class RegionGradients:
         for handle in self._handles:
             handle.remove()
         for container in (
-            self.inputs, self._input_keys, self._before, self._parameters, self._handles,
-            self._waiting, self._listened,
+            self.inputs, self._input_keys, self._before, self._parameters, self._held,
+            self._handles, self._waiting, self._listened,
         ):  # fmt: skip
             container.clear()
         self._on_done = self._on_first = None

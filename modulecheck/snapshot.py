@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modulecheck import _torch, trees
+from modulecheck import trees
 from modulecheck.attributes import Attributes
 from modulecheck.buffers import all_buffers, copied_buffers, unset_buffers
+from modulecheck.versions import Version, own_versions
 
 __all__ = ["Autocast", "RandomState", "Snapshot", "arguments", "copied_together"]
 
@@ -76,8 +77,7 @@ class Snapshot:
     """By id of each copied input."""
     buffers: dict[str, Tensor]
     """By every name that they have; tied as the module's are."""
-    parameter_versions: dict[str, tuple[int, int]]
-    """Identity and version."""
+    parameter_versions: dict[str, Version]
     random: RandomState
     autocast: list[Autocast]
     grad_enabled: bool
@@ -106,7 +106,7 @@ class Snapshot:
             kwargs=kwargs,
             wants_grad={id(copies[id(item)]): item.requires_grad for item in originals},
             buffers=buffers,
-            parameter_versions=_versions(module),
+            parameter_versions=own_versions(module),
             random=RandomState.now(),
             autocast=_autocast_now(),
             grad_enabled=torch.is_grad_enabled(),
@@ -118,7 +118,7 @@ class Snapshot:
 
     def on(self, module: nn.Module) -> Snapshot:
         """The same call of another copy of the module, whose parameters have the same values."""
-        return replace(self, parameter_versions=_versions(module))
+        return replace(self, parameter_versions=own_versions(module))
 
     def autocast_dtype(self) -> str:
         """The name of the dtype that autocast computes in, "" without autocast."""
@@ -128,23 +128,18 @@ class Snapshot:
 
     def parameters_moved(self, module: nn.Module) -> bool:
         """True when a parameter was written or replaced since."""
-        return self.parameter_versions != _versions(module)
+        return self.parameter_versions != own_versions(module)
 
     def for_copy(self, module: nn.Module) -> Snapshot:
         """The same call, on a copy of the module."""
-        return replace(self, parameter_versions=_versions(module))
+        return replace(self, parameter_versions=own_versions(module))
 
     def parameters_gone(self, module: nn.Module) -> bool:
         """True when a parameter is another tensor now, as after FSDP2 has sharded it again."""
-        now = {name: identity for name, (identity, _) in _versions(module).items()}
-        return now != {name: identity for name, (identity, _) in self.parameter_versions.items()}
-
-
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    return {
-        name: (id(parameter), -1 if parameter.is_inference() else _torch.version_of(parameter))
-        for name, parameter in module.named_parameters()
-    }
+        now, then = dict(module.named_parameters()), self.parameter_versions
+        return now.keys() != then.keys() or any(
+            now[name] is not version.tensor for name, version in then.items()
+        )
 
 
 def _with_gradient(tensors: list[Tensor]) -> list[Tensor]:
@@ -166,7 +161,9 @@ def copied_together(tensors: list[Tensor]) -> list[Tensor]:
             copies.append(tensor.detach().clone())
             continue
         if key not in storages:
-            storages[key] = tensor.detach().untyped_storage().clone()
+            # arrays that begin at one address may be of several lengths: the longest holds all
+            held = [item.detach().untyped_storage() for item in groups[key]]
+            storages[key] = max(held, key=lambda storage: storage.nbytes()).clone()
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         plain.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         copies.append(plain)

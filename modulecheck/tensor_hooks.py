@@ -24,6 +24,7 @@ from modulecheck.tensor_names import Rename, mapped_names
 from modulecheck.tensor_records import NameMismatch, Site
 from modulecheck.tensor_values import leaves
 from modulecheck.tensors import TensorChecker
+from modulecheck.versions import Version
 from opcheck.errors import ArgumentError
 from opcheck.validation import a_flag, an_instance, several, several_globs, several_strings
 
@@ -156,7 +157,8 @@ class _Frame:
     side: str
     site: Site | None
     """None: the call belongs to another model that shares the module."""
-    versions: dict[str, tuple[int, int]]
+    versions: dict[str, Version]
+    """Of its buffers, before the call."""
 
 
 class ModelHooks:
@@ -280,7 +282,7 @@ class ModelHooks:
         )
         parent = None if above is None else (above.module, above.call)
         frame.site = Site(module=name, role="input", call=call, parent=parent)
-        frame.versions = {key: _version(buffer) for key, buffer in _buffers(frame.module)}
+        frame.versions = {key: Version.of(buffer) for key, buffer in _buffers(frame.module)}
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -341,7 +343,7 @@ class ModelHooks:
             )
             for key, buffer in _buffers(frame.module):
                 # batch norm writes its statistics without a new version
-                if frame.module.training or frame.versions.get(key) != _version(buffer):
+                if frame.module.training or frame.versions.get(key) != Version.of(buffer):
                     name = f"{site.module}.{key}" if site.module else key
                     self._add(f"checker_{name}_after", buffer, after)
         if self._options.outputs and _may_hold_tensors(out):
@@ -356,11 +358,6 @@ def _may_hold_tensors(value: Any) -> bool:
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
-
-
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when the tensor is written to or another takes its place."""
-    return id(tensor), -1 if tensor.is_inference() else _torch.version_of(tensor)
 
 
 def _remove_all(handles: list[Callable[[], None]]) -> None:

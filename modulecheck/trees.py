@@ -90,9 +90,8 @@ def rebuilt(value: Any, convert: Callable[[Tensor], Tensor], *, fresh: bool = Fa
     Raises:
         Whatever `copy.deepcopy` raises on an object that holds tensors and cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for tensor in tensors(value):
-        memo[id(tensor)] = convert(tensor)
+    originals = tensors(value)  # held until the end: a container may have made them just now
+    memo: dict[int, Any] = {id(tensor): convert(tensor) for tensor in originals}
     return _Rebuild(memo, fresh=fresh).of(value)
 
 

@@ -25,6 +25,7 @@ from opcheck import _torch
 from opcheck.calls import Call
 from opcheck.kernel_table import kernels
 from opcheck.outside import outside_everything
+from opcheck.own_thread import OwnThread
 from opcheck.tensor_kinds import HALF, is_plain_tensor, tensors_within
 
 __all__ = ["MAX_BYTES", "Beside"]
@@ -79,7 +80,7 @@ class Beside:
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
         self._prefix = f"opcheck-{id(self):x}_"
-        self._thread = 0
+        self._thread = OwnThread()
         self._queue: deque[_Waiting] = deque()
         self._held_bytes = 0
         self._memory = _Memory()
@@ -105,7 +106,7 @@ class Beside:
         item = _Waiting(mine, result, memory, num_bytes)
         item.found = self._pool.submit(self._work, item)
         self._queue.append(item)
-        self._thread = threading.get_ident()
+        self._thread.claim()
         self._held_bytes += num_bytes
         self._memory.keep_below(self._max_bytes - self._held_bytes)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes + self._memory.num_bytes)
@@ -122,7 +123,7 @@ class Beside:
     @property
     def is_my_thread(self) -> bool:
         """True in the thread that handed calls over, where alone they are concluded on."""
-        return self._thread == threading.get_ident()
+        return self._thread.is_current
 
     def num_waiting(self, signature: tuple[Any, ...]) -> int:
         """Calls of a signature whose outcome is not known yet."""

@@ -38,7 +38,7 @@ class CallerTracker:
     def __init__(self) -> None:
         self.random_calls = 0
         self._names: weakref.WeakKeyDictionary[nn.Module, _Names] = weakref.WeakKeyDictionary()
-        self._user_code: dict[CodeType, bool] = {}
+        self._user_files: dict[str, bool] = {}
         self._lock = threading.Lock()
 
     def locate(self) -> Site:
@@ -66,7 +66,7 @@ class CallerTracker:
 
     def source(self) -> str:
         """`model.py:41 in forward` of the running call, or ""."""
-        frame = find_user_frame(sys._getframe(1), self._user_code)
+        frame = find_user_frame(sys._getframe(1), self._user_files)
         return spell_line(frame.f_code, frame.f_lineno) if frame else ""
 
     # ---- what only hooks can know ----

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -62,6 +63,17 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
+class _Mode:
+    """Equal for the same mode alone, also when it has died and another has its address."""
+
+    itself: weakref.ref[Any]
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """Modes, hooks and settings of the process and thread."""
 
@@ -71,7 +83,9 @@ class Surroundings:
     def now(cls, model: nn.Module | None) -> Surroundings:
         """As they are; nothing is changed."""
         facts: dict[str, Any] = {
-            "dispatch modes": [id(mode) for mode in active_modes()],
+            "dispatch modes": [
+                _Mode(weakref.ref(mode), type(mode).__name__) for mode in active_modes()
+            ],
             "global hooks": _torch.global_hook_counts(),
             "grad mode": torch.is_grad_enabled(),
             "inference mode": torch.is_inference_mode_enabled(),

@@ -7,8 +7,9 @@ moment. Here each function stays in the list until it has returned.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
+
+from opcheck.own_thread import OwnThread
 
 __all__ = ["Exits", "uncut"]
 
@@ -24,7 +25,8 @@ class Exits:
 
     def __init__(self) -> None:
         self._functions: list[Callable[[], object]] = []
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._process, self._thread = os.getpid(), OwnThread()
+        self._thread.claim()
 
     @property
     def is_pending(self) -> bool:
@@ -39,7 +41,7 @@ class Exits:
     @property
     def is_elsewhere(self) -> bool:
         """This thread is not the one that entered; what it would undo is of the other one."""
-        return not self.is_fork and self._thread != threading.get_ident()
+        return not self.is_fork and not self._thread.is_current
 
     def add(self, function: Callable[[], object]) -> None:
         """Run it on leaving, before those that were added earlier."""

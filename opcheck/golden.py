@@ -57,8 +57,12 @@ class _Trace(_torch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: OpTrace = []
         self.refused = ""
-        self._own = {_memory(tensor) for tensor in own}
-        """Memory that the run may write to: its inputs and what it made itself."""
+        self._own: dict[int, _torch.StorageWeakRef] = {}
+        """Memory that the run may write to: its inputs and what it made itself.
+
+        A weak reference keeps the id from being given to memory of somebody else.
+        """
+        self._add(own)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,11 +72,16 @@ class _Trace(_torch.TorchDispatchMode):
         if self.refused:
             raise CannotRunAgainError(self.refused)
         out = func(*args, **kwargs)
-        given = {_memory(leaf) for leaf in tensors_within((args, kwargs))}
-        self._own |= {_memory(leaf) for leaf in tensors_within(out)} - given
+        given = {_torch.memory_of(leaf) for leaf in tensors_within((args, kwargs))}
+        self._add(leaf for leaf in tensors_within(out) if _torch.memory_of(leaf) not in given)
         # a later in-place op must not rewrite what this one gave
         self.ops.append((func, _torch.tree_map(_copied, out)))
         return out
+
+    def _add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._own[_torch.storage_id(storage)] = _torch.StorageWeakRef(storage)
 
     def _objection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if isinstance(func, _torch.HigherOrderOperator):
@@ -82,14 +91,10 @@ class _Trace(_torch.TorchDispatchMode):
             return f"it calls {traits.name}, which acts outside the module"
         for param, value in traits.bound(args, kwargs):
             if param.mutated and any(
-                _memory(leaf) not in self._own for leaf in tensors_within(value)
+                _torch.memory_of(leaf) not in self._own for leaf in tensors_within(value)
             ):
                 return f"{traits.name} writes to a tensor that is no parameter, buffer or input"
         return ""
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(_torch.memory_of(tensor))
 
 
 def _copied(value: Any) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from opcheck import _torch
 from opcheck.calls import Site
 from opcheck.global_hooks import ModuleHooks, OptimizerHooks
+from opcheck.own_thread import OwnThread
 from opcheck.owners import Owners
 from opcheck.source_lines import find_user_frame, spell_line
 
@@ -80,7 +81,7 @@ class ModuleTracker:
         self._on_module_end = on_module_end
         self._on_crash = on_crash
         self._local = _Local()
-        self._thread = 0
+        self._thread = OwnThread()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._taken: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         """Names, each with the module that had it first."""
@@ -90,7 +91,7 @@ class ModuleTracker:
         self._owners = Owners(self._roots, self._names)
         self._origins: dict[int, Origin] = {}
         self._older_origins: dict[int, Origin] = {}
-        self._places: dict[Origin, Origin] = {}
+        self._places: dict[tuple[Any, ...], Origin] = {}
         """One object for each place, of which there are few beside the nodes made there."""
         self._optimizer: tuple[FrameType, Any] | None = None
         """Frame and object of the optimizer whose step runs."""
@@ -98,7 +99,7 @@ class ModuleTracker:
         self._hooks: tuple[ModuleHooks | OptimizerHooks, ...] = ()
         self.charge: Callable[[float], None] | None = None
         """Is told what every hook took, in seconds."""
-        self._user_code: dict[CodeType, bool] = {}
+        self._user_files: dict[str, bool] = {}
         self.random_calls = 0
         """Calls that moved the generators, counted by the session."""
 
@@ -111,7 +112,7 @@ class ModuleTracker:
 
     def install(self) -> None:
         """Put the hooks on."""
-        self._thread = threading.get_ident()
+        self._thread.claim()
         model = self.model
         if model is not None:
             self._add_root(model)
@@ -175,7 +176,7 @@ class ModuleTracker:
         stack = local.stack
         task = _torch.current_graph_task_id()
         if not stack and task == -1:
-            if threading.get_ident() != self._thread:
+            if not self._thread.is_current:
                 return  # of a thread that this session does not see
             self._begin_forward()
             if not self._hooks:  # the session has seen enough, and left or rests
@@ -217,7 +218,7 @@ class ModuleTracker:
             self._older_origins, self._origins = self._origins, {}
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self._thread.is_current:
             self._optimizer = sys._getframe(1), optimizer
             try:
                 self._owners.learn(optimizer)
@@ -225,8 +226,9 @@ class ModuleTracker:
                 self._on_crash("optimizer_hook")
 
     def _after_step(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self._thread.is_current:
             self._optimizer = None
+            self._owners.step_ended()
             self._stepped = True
 
     def _in_optimizer(self) -> bool:
@@ -243,6 +245,7 @@ class ModuleTracker:
                 return True
             frame = frame.f_back
         self._optimizer = None
+        self._owners.step_ended()
         return False
 
     # ---- names ----
@@ -361,10 +364,11 @@ class ModuleTracker:
         if sequence_nr == local.last_sequence_nr:
             return
         local.last_sequence_nr = sequence_nr
-        frame = find_user_frame(sys._getframe(1), self._user_code)
+        frame = find_user_frame(sys._getframe(1), self._user_files)
         code, line = (frame.f_code, frame.f_lineno) if frame else (None, 0)
-        place = (fqn, code, line)
-        self._origins.setdefault(sequence_nr, self._places.setdefault(place, place))
+        # equal code of two files is equal, so the code itself would not tell the place
+        key = (fqn, code and code.co_filename, code and code.co_name, line)
+        self._origins.setdefault(sequence_nr, self._places.setdefault(key, (fqn, code, line)))
 
     def source(self) -> str:
         """`model.py:41 in forward` of the running call, of its forward call in backward; or ""."""
@@ -373,7 +377,7 @@ class ModuleTracker:
             origin = self._backward_origin()
             if origin is not None and origin[1] is not None:
                 return spell_line(origin[1], origin[2])
-        frame = find_user_frame(sys._getframe(1), self._user_code)
+        frame = find_user_frame(sys._getframe(1), self._user_files)
         return spell_line(frame.f_code, frame.f_lineno) if frame else ""
 
     @property

@@ -1,12 +1,16 @@
 """Which module owns a parameter, its gradient, or what an optimizer keeps for it.
 
-Tensors are known by their ids, which may be given to others once a tensor is freed: what is known
-is asked anew for every optimizer step, and in backward for every graph with a leaf that is unknown.
+Tensors are looked up by id, which is given to another once a tensor is freed: so a parameter counts
+as known only while its module has it, and what goes with one (a gradient, the optimizer's state)
+only while it lives and the step runs. All are asked anew for every optimizer step, and parameters
+in backward for every graph with a leaf that is unknown. Nothing is kept alive, and there are no
+weak references to parameters: `torch.utils.swap_tensors` refuses tensors that have one.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -24,7 +28,10 @@ class Owners:
     def __init__(self, roots: Collection[nn.Module], names: Mapping[nn.Module, str]) -> None:
         self._roots = roots
         self._names = names
-        self._owners: dict[int, str] = {}
+        self._parameters: dict[int, tuple[weakref.ref[nn.Module], str, str]] = {}
+        """Module, name in it, FQN."""
+        self._beside: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        """Gradients and state while a step runs, and the FQN."""
         self._state_size = (0, 0)
         self._num_unknown = 0
         """Times in an optimizer's step that its newest entries did not hold what was asked for."""
@@ -33,7 +40,7 @@ class Owners:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._owners = {}
+        self._parameters, self._beside = {}, {}
         self._asked_in = -1
 
     def of(self, tensors: list[Any], optimizer: Any = None) -> str:
@@ -56,28 +63,46 @@ class Owners:
 
     def of_gradient(self, parameter: Tensor, task: int) -> str:
         """FQN of the module whose parameter gets a gradient in this graph task; "" for none."""
-        if id(parameter) not in self._owners and self._asked_in != task:
+        owner = self._owner_of(parameter)
+        if owner is None and self._asked_in != task:
             self._asked_in = task  # once: a graph may have as many leaves of no module
             self._learn_all()
-        return self._owners.get(id(parameter), "")
+            owner = self._owner_of(parameter)
+        return owner or ""
 
     def learn(self, optimizer: Any) -> None:
         """The step of an optimizer begins."""
         self._num_unknown = 0
         self._learn_all(optimizer)
 
+    def step_ended(self) -> None:
+        """Gradients and state are no longer known."""
+        self._beside = {}
+
     # ---- asking ----
 
     def _known(self, tensors: list[Any]) -> set[str | None]:
-        return {self._owners.get(id(tensor)) for tensor in tensors}
+        return {self._owner_of(tensor) for tensor in tensors}
+
+    def _owner_of(self, tensor: Any) -> str | None:
+        beside = self._beside.get(id(tensor))
+        if beside is not None and beside[0]() is tensor:
+            return beside[1]
+        place = self._parameters.get(id(tensor))
+        if place is None:
+            return None
+        module, name, fqn = place[0](), place[1], place[2]
+        is_there = module is not None and _torch.own_parameters(module).get(name) is tensor
+        return fqn if is_there else None
 
     def _learn_all(self, optimizer: Any = None) -> None:
-        owners = self._owners = {}
+        parameters = self._parameters = {}
+        self._beside = {}
         for root in self._roots:
             for module in root.modules():
-                fqn = self._names.get(module, "")
-                for parameter in _torch.own_parameters(module).values():
-                    owners.setdefault(id(parameter), fqn)
+                itself, fqn = weakref.ref(module), self._names.get(module, "")
+                for name, parameter in _torch.own_parameters(module).items():
+                    parameters.setdefault(id(parameter), (itself, name, fqn))
         state = getattr(optimizer, "state", {})
         self._state_size = _size_of(state)
         for group in getattr(optimizer, "param_groups", ()):
@@ -100,15 +125,16 @@ class Owners:
         return self._num_unknown & (self._num_unknown - 1) == 0
 
     def _learn_values(self, parameters: Iterable[Any], state: Any) -> None:
-        owners = self._owners
         for parameter in parameters:
-            owner = owners.get(id(parameter))
+            owner = self._owner_of(parameter)
             if owner is None:
                 continue
-            for value in (parameter, parameter.grad, *state.get(parameter, {}).values()):
+            found = [*held_tensors(parameter)]
+            for value in (parameter.grad, *state.get(parameter, {}).values()):
                 if isinstance(value, Tensor):
-                    for tensor in (value, *held_tensors(value)):
-                        owners[id(tensor)] = owner
+                    found += [value, *held_tensors(value)]
+            for tensor in found:
+                self._beside[id(tensor)] = weakref.ref(tensor), owner
 
 
 def _size_of(state: Any) -> tuple[int, int]:

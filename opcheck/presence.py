@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from opcheck.global_hooks import ModuleHooks, OptimizerHooks
 from opcheck.intercept import CheckMode
 from opcheck.key_blocks import key_blocks
 from opcheck.modules import ModuleTracker
+from opcheck.own_thread import OwnThread
 from opcheck.pipeline import Pipeline
 from opcheck.switch import Observer
 
@@ -130,7 +130,7 @@ class _StepEnd:
     ) -> None:
         self._then = then
         self._is_moment = is_moment
-        self._thread = 0
+        self._thread = OwnThread()
         self._has_stepped = False
         self._modules = ModuleHooks(self._before_module, self._nothing)
         self._optimizers = OptimizerHooks(self._nothing, self._after_step)
@@ -138,7 +138,7 @@ class _StepEnd:
     def await_it(self) -> None:
         """Once; what was awaited before is not any more."""
         self.remove()
-        self._thread = threading.get_ident()
+        self._thread.claim()
         self._optimizers.put_on()
 
     def remove(self) -> None:
@@ -148,14 +148,14 @@ class _StepEnd:
         self._has_stepped = False
 
     def _after_step(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread and not self._has_stepped:
+        if self._thread.is_current and not self._has_stepped:
             self._has_stepped = True
             self._modules.put_on()
 
     def _before_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if (
             torch.compiler.is_compiling()
-            or threading.get_ident() != self._thread
+            or not self._thread.is_current
             or _torch.current_graph_task_id() != -1
             or not self._is_moment()
         ):

@@ -29,14 +29,13 @@ _USER = str(_OWN / "demo.py")
 """The demo is a user's script, though it lies beside us."""
 
 
-def find_user_frame(frame: FrameType | None, known: dict[CodeType, bool]) -> FrameType | None:
-    """The innermost frame that is neither torch's nor ours; `known` keeps what was looked up."""
+def find_user_frame(frame: FrameType | None, known: dict[str, bool]) -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours; `known` keeps files looked up."""
     while frame is not None:
-        code = frame.f_code
-        is_user = known.get(code)
+        name = frame.f_code.co_filename  # not the code: equal code of two files is equal
+        is_user = known.get(name)
         if is_user is None:
-            name = code.co_filename
-            is_user = known[code] = name == _USER or not name.startswith(_NOT_USER)
+            is_user = known[name] = name == _USER or not name.startswith(_NOT_USER)
         if is_user:
             return frame
         frame = frame.f_back

@@ -17,8 +17,8 @@ LAYERS = {
     "opcheck": (
         {
             "errors",
-            "exits",
             "globs",
+            "own_thread",
             "printing",
             "records",
             "repro_judge",
@@ -27,7 +27,7 @@ LAYERS = {
             "waiting",
             "whole_files",
         },
-        {"private_names", "record_json", "validation"},
+        {"exits", "private_names", "record_json", "validation"},
         {
             "_torch",
             "arguments",
@@ -160,7 +160,7 @@ LAYERS = {
             "tensor_values",
             "untrusted_files",
         },
-        {"backends", "compiled_graphs", "corners", "distributed"},
+        {"backends", "compiled_graphs", "corners", "distributed", "versions"},
         {
             "_inductor",
             "collective_findings",
