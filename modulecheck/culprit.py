@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 
 from opcheck.records import Metrics
 
-__all__ = ["NOT_REPRODUCED", "STAGES", "Culprit"]
+__all__ = ["NOT_REPRODUCED", "Culprit"]
 
-STAGES = ("eager", "aot_eager", "aot_eager_decomp_partition", "inductor")
-"""The ladder; a user's own backend is a stage under its own name."""
 NOT_REPRODUCED = "not reproduced"
 
 

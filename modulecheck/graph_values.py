@@ -26,7 +26,7 @@ from opcheck.verdicts import spacing_of
 
 __all__ = [
     "RULE", "Values", "aten_ops", "between", "compute", "draws_random_numbers", "judge",
-    "judge_beside", "recomputed", "same_bits", "tensor_nodes", "wide_dtypes", "widened",
+    "judge_beside", "recomputed", "same_bits", "wide_dtypes", "widened",
     "zeros_differ",
 ]  # fmt: skip
 
@@ -108,16 +108,6 @@ def _held(value: Any) -> Any:
 
 def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(_torch.is_mutable(node.target))
-
-
-def tensor_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Ops whose value is one tensor, in order."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op in ("call_function", "call_method", "call_module")
-        and isinstance(node.meta.get("val", node.meta.get("example_value")), Tensor)
-    ]
 
 
 def between(targets: Iterable[fx.Node], known: set[str]) -> list[fx.Node]:

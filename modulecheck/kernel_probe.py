@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Observer", "instrumented", "kernel_calls"]
+__all__ = ["Observer", "instrumented"]
 
 Observer = Callable[[str, dict[str, Any]], None]
 """Given the name of a kernel that has just run, and its buffers and inputs by name."""
@@ -22,16 +22,6 @@ Observer = Callable[[str, dict[str, Any]], None]
 _OBSERVE = "__observe_kernel__"
 _NO_KERNEL = re.compile(r"^(assert_|args\.|torch\.(cuda|xpu|_C|_dynamo)\.|run_intermediate_hooks)")
 _ALLOCATES = re.compile(r"^(empty_strided|reinterpret_tensor|alloc_from_pool|rand_strided)")
-
-
-def kernel_calls(source: str) -> list[str]:
-    """Names of the kernels that the generated code calls, in order."""
-    return [
-        name
-        for function in _functions(ast.parse(source))
-        for statement in ast.walk(function)
-        if isinstance(statement, ast.stmt) and (name := _kernel(statement))
-    ]
 
 
 def instrumented(

@@ -58,7 +58,7 @@ class Rerun:
             raise ValueError(f"{call.name or '<root>'}: a recording from a file needs the module")
         self.call = call
         self.module = _twin(own, call)
-        self.snapshot = call.snapshot.for_copy(self.module)
+        self.snapshot = call.snapshot.on(self.module)
         self._eager: Outcome | None = None
         self._goldens: Goldens | None = None
 

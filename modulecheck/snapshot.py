@@ -130,10 +130,6 @@ class Snapshot:
         """True when a parameter was written or replaced since."""
         return self.parameter_versions != own_versions(module)
 
-    def for_copy(self, module: nn.Module) -> Snapshot:
-        """The same call, on a copy of the module."""
-        return replace(self, parameter_versions=own_versions(module))
-
     def parameters_gone(self, module: nn.Module) -> bool:
         """True when a parameter is another tensor now, as after FSDP2 has sharded it again."""
         now, then = dict(module.named_parameters()), self.parameter_versions

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["differing_structure", "is_opaque", "named_tensors", "rebuilt", "tensors"]
+__all__ = ["differing_structure", "named_tensors", "rebuilt", "tensors"]
 
 Named = tuple[str, Tensor]
 
@@ -42,13 +42,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]] | None:
         return None
     held = getattr(value, "__dict__", None)
     return None if held is None else ((str(key), item) for key, item in held.items())
-
-
-def is_opaque(value: Any) -> bool:
-    """True for an object with tensors among its attributes, such as a KV cache."""
-    if isinstance(value, Tensor) or _children(value) is not None:
-        return False
-    return any(True for _ in named_tensors(value))
 
 
 def named_tensors(

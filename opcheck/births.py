@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.arrays import Array
+from opcheck.call_dtypes import is_inexact
 from opcheck.calls import Call, Param
 from opcheck.expected import leaves_of
 from opcheck.printing import number
@@ -71,7 +72,7 @@ class Births:
             return None
         output, place, value, shape = found
         inputs = list(_inputs(call))
-        arrays = [host_array(tensor) for _, tensor in inputs if _is_inexact(tensor)]
+        arrays = [host_array(tensor) for _, tensor in inputs if is_inexact(tensor.dtype)]
         arrived = any(not np.isfinite(array).all() for array in arrays)
         if arrived and not any(np.isnan(array).any() for array in arrays):
             return None  # infinities in a mask are there on purpose
@@ -89,10 +90,6 @@ class Births:
             self.first = replace(first, verdict=record.verdict.value)
 
 
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
 def _first_nonfinite(
     call: Call, out: Any
 ) -> tuple[int, tuple[int, ...], str, tuple[int, ...]] | None:
@@ -101,7 +98,7 @@ def _first_nonfinite(
     written = [value for param, value in bound if param.mutated and value is not None]
     for output, leaf in enumerate(leaves_of([out, *written])):
         value = leaf.value
-        if not (isinstance(value, Tensor) and _is_inexact(value)):
+        if not (isinstance(value, Tensor) and is_inexact(value.dtype)):
             continue
         if not is_plain_tensor(value):
             continue

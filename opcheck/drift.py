@@ -143,7 +143,3 @@ class Drift:
             f"over {known.calls} calls of {whose} results are shifted by {known.mean:.3g} spacings"
             f" on average, allowed {LIMIT:g}; {NO_SINGLE_CALL}",
         )
-
-    def means(self) -> dict[Hashable, tuple[float, float, int]]:
-        """(mean, standard error, calls) so far, for measurements."""
-        return {key: (item.mean, item.error, item.calls) for key, item in self._sums.items()}

@@ -15,7 +15,6 @@ from opcheck.review import Run, Tally
 from opcheck.runnotes import nonfinite_lines, overhead_text, repeat_lines
 
 __all__ = [
-    "SORTS",
     "one_line",
     "op_table",
     "render",
@@ -225,11 +224,8 @@ def op_table(run: Run, style: Style, *, sort: str = "first", max_rows: int = MAX
     return lines
 
 
-SORTS = ("first", "q", "failed", "checked", "seen", "name")
-
-
 def sort_tallies(tallies: Iterable[Tally], sort: str) -> list[Tally]:
-    """By one of `SORTS`; `first` is as they come: first divergence first, then by q."""
+    """By "q", "failed", "checked", "seen" or "name"; "first" is as they come."""
     if sort == "first":
         return list(tallies)
     if sort == "name":

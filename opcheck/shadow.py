@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opcheck import _torch
 from opcheck.arrays import Array, flat_of, rms
+from opcheck.call_dtypes import is_inexact
 from opcheck.calls import Call, Param
 from opcheck.expected import leaves_of
 from opcheck.golden_rules import COMPARED_OUTPUTS, argument
@@ -239,7 +240,7 @@ class Shadow:
 
     def _values(self, source: Any, dtype: torch.dtype) -> Tensor | None:
         """float64 values of what was copied; None where the copy is as it should be."""
-        if not isinstance(source, Tensor) or not _is_inexact(source):
+        if not isinstance(source, Tensor) or not is_inexact(source.dtype):
             return None
         if source.dtype.is_complex and not dtype.is_complex:
             return None
@@ -260,7 +261,11 @@ class Shadow:
     # ---- numbers ----
 
     def _may_mirror(self, tensor: Tensor) -> bool:
-        return is_plain_tensor(tensor) and _is_inexact(tensor) and tensor.numel() <= self._max_numel
+        return (
+            is_plain_tensor(tensor)
+            and is_inexact(tensor.dtype)
+            and tensor.numel() <= self._max_numel
+        )
 
     def _input_error(self, call: Call) -> float:
         worst = 0.0
@@ -324,13 +329,9 @@ def _share(actual: Array, expected: Array) -> float:
 # ---- the tensors of a call ----------------------------------------------------------------------
 
 
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
 def _inexact(value: Any) -> Iterator[Tensor]:
     for leaf in leaves_of(value):
-        if isinstance(leaf.value, Tensor) and _is_inexact(leaf.value):
+        if isinstance(leaf.value, Tensor) and is_inexact(leaf.value.dtype):
             yield leaf.value
 
 
@@ -364,7 +365,7 @@ def _pairs(
         if (chosen is None or number in chosen)
         and isinstance(left.value, Tensor)
         and is_plain_tensor(left.value)
-        and _is_inexact(left.value)
+        and is_inexact(left.value.dtype)
     ]
 
 

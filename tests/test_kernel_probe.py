@@ -10,7 +10,7 @@ from torch import nn
 
 from modulecheck import dynamo
 from modulecheck.graph_capture import Capture
-from modulecheck.kernel_probe import instrumented, kernel_calls
+from modulecheck.kernel_probe import instrumented
 from modulecheck.kernels import probe
 
 TRITON = """
@@ -100,7 +100,6 @@ def test_every_kernel_is_seen_with_its_buffers_in_order() -> None:
         ("torch.ops.aten.cumsum.default", ["buf2", "buf1"]),
         ("triton_poi_fused_neg_1", ["buf3"]),
     ]
-    assert [name for name, _ in seen] == kernel_calls(TRITON)
 
 
 def test_what_the_observer_writes_is_what_the_next_kernel_reads() -> None:
