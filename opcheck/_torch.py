@@ -6,6 +6,7 @@ looked up at import: a version that lacks it fails here, and not in the middle o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "HOOK_KINDS",
     "HOOK_TABLES",
     "INDUCTOR_CODE",
     "KEY_BLOCKS",
@@ -46,11 +48,13 @@ __all__ = [
     "global_forward_tables",
     "global_hook_counts",
     "graph_task_keeps_graph",
+    "hook_counts_of",
     "hook_tables_of",
     "is_composite",
     "is_functional",
     "is_key_on",
     "is_unshared",
+    "keep_from_dynamo",
     "memory_of",
     "mode_keys",
     "mode_notes",
@@ -149,6 +153,16 @@ KEY_BLOCKS: tuple[type[Any], ...] = (
 )
 """Context managers that put back all dispatch keys: of `torch.inference_mode`, of the call of a
 compiled function, of its compilation."""
+_set_strategy = _door.need("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_strategy = _door.need("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_frame_action = _door.need("torch._C._dynamo.eval_frame._FrameAction")
+
+
+def keep_from_dynamo(code: Any) -> None:
+    """Never compile a frame of this code, nor what it calls; imports no Dynamo."""
+    _set_strategy(code, _strategy(_frame_action.SKIP, _frame_action.SKIP))
+
+
 set_no_compile: Callable[[bool], None] = _door.need(
     "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals"
 )
@@ -228,6 +242,7 @@ global_forward_tables: tuple[dict[int, Any], ...] = (
     _door.need("torch.nn.modules.module._global_forward_hooks"),
     _door.need("torch.nn.modules.module._global_forward_pre_hooks"),
 )
+HOOK_KINDS = (*HOOK_TABLES, "_state_dict_hooks")
 _hook_tables = (
     _door.getter("torch.nn.Module()._forward_hooks"),
     _door.getter("torch.nn.Module()._forward_pre_hooks"),
@@ -235,6 +250,7 @@ _hook_tables = (
     _door.getter("torch.nn.Module()._backward_pre_hooks"),
     _door.getter("torch.nn.Module()._state_dict_hooks"),
 )
+_all_hook_tables = operator.attrgetter(*HOOK_KINDS)
 optimizer_tables: tuple[dict[int, Any], ...] = (
     _door.need("torch.optim.optimizer._global_optimizer_pre_hooks"),
     _door.need("torch.optim.optimizer._global_optimizer_post_hooks"),
@@ -258,10 +274,15 @@ _global_tables = {
 }
 
 
+def hook_counts_of(module: nn.Module) -> tuple[int, ...]:
+    """How many hooks one module has, of each of `HOOK_KINDS`."""
+    return tuple(map(len, _all_hook_tables(module)))
+
+
 def hook_tables_of(module: nn.Module) -> dict[str, dict[int, Any]]:
     """The hooks of one module, by kind: those around its calls, and of its state dict."""
-    kinds = (*HOOK_TABLES, "_state_dict_hooks")
-    return {kind: table(module) for kind, table in zip(kinds, _hook_tables, strict=True)}
+    tables = (read(module) for read in _hook_tables)
+    return dict(zip(HOOK_KINDS, tables, strict=True))
 
 
 def global_hook_counts() -> dict[str, int]:

@@ -78,6 +78,8 @@ class Surroundings:
     """Modes, hooks and settings of the process and thread."""
 
     facts: dict[str, Any]
+    modules: list[tuple[str, bool, tuple[int, ...]]]
+    """Name, training, number of hooks of each kind; taken at every step, so nothing is spelled."""
 
     @classmethod
     def now(cls, model: nn.Module | None) -> Surroundings:
@@ -94,23 +96,42 @@ class Surroundings:
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             "autocast": torch.is_autocast_enabled("cpu"),
         }
-        for name, module in model.named_modules() if model is not None else ():
-            facts[f"train/eval mode of {name or '<root>'}"] = module.training
-            facts[f"hooks of {name or '<root>'}"] = {
-                kind: len(table) for kind, table in _torch.hook_tables_of(module).items()
-            }
-        return cls(facts)
+        return cls(facts, [] if model is None else _modules_of(model))
 
     def beside(self, later: Surroundings) -> Certificate:
         """What is as it was."""
-        names = self.facts.keys() | later.facts.keys()
-        changed = sorted(n for n in names if self.facts.get(n) != later.facts.get(n))
+        before, after = self.spelled(), later.spelled()
+        names = before.keys() | after.keys()
+        changed = sorted(n for n in names if before.get(n) != after.get(n))
         lines = tuple(
-            f"{name}: {self.facts.get(name)} became {later.facts.get(name)} (by the step itself or"
+            f"{name}: {before.get(name)} became {after.get(name)} (by the step itself or"
             " by the checker; Session.certify tells)"
             for name in changed
         )
         return Certificate(1, tuple(_grouped(names - set(changed))), lines)
+
+    def spelled(self) -> dict[str, Any]:
+        """Everything, each with its name."""
+        facts = dict(self.facts)
+        for name, training, counts in self.modules:
+            facts[f"train/eval mode of {name or '<root>'}"] = training
+            facts[f"hooks of {name or '<root>'}"] = dict(
+                zip(_torch.HOOK_KINDS, counts, strict=True)
+            )
+        return facts
+
+
+def _modules_of(model: nn.Module) -> list[tuple[str, bool, tuple[int, ...]]]:
+    found, known = [], {id(model)}
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        found.append((name, module.training, _torch.hook_counts_of(module)))
+        for child, inner in _torch.own_children(module).items():
+            if inner is not None and id(inner) not in known:
+                known.add(id(inner))
+                pending.append((f"{name}.{child}" if name else child, inner))
+    return found
 
 
 def _grouped(names: Iterable[str]) -> Iterator[str]:
@@ -289,8 +310,8 @@ def _left_behind(
     found["random state of torch"] = cpu.numpy().tobytes(), [_bits(item) for item in devices]
     found["random state of Python"] = python
     found["random state of NumPy"] = repr(numpy)
-    later = Surroundings.now(kept.model).facts
-    for name in before.facts.keys() | later.keys():
+    earlier, later = before.spelled(), Surroundings.now(kept.model).spelled()
+    for name in earlier.keys() | later.keys():
         if name == "dispatch modes":
             continue
         found[name] = later.get(name)

@@ -80,6 +80,8 @@ class _KeyBlocks:
             finally:
                 self._closed(opened)
 
+        for function in (entered, left):  # they run where every frame is compiled
+            _torch.keep_from_dynamo(function.__code__)
         block.__enter__, block.__exit__ = entered, left
 
     def _closed(self, opened: Any) -> None:

@@ -61,6 +61,8 @@ class Session:
         self.settings = settings
         self._surroundings: Surroundings | None = None
         self._certificate: Certificate | None = None
+        self._around: tuple[Surroundings, Surroundings] | None = None
+        """Of the last context; compared when somebody asks."""
         self.run_id = uuid.uuid4().hex[:12]
         self.rank, self._world_size = process_rank()
         text, lines = log_names(self.rank, self._world_size)
@@ -177,9 +179,10 @@ class Session:
         After a context: modes, hooks, settings, train/eval modes. After `certify`: everything
         that the step leaves behind, bit for bit.
         """
-        if self._certificate is None:
-            return Certificate(0, ())
-        return self._certificate
+        if self._certificate is None and self._around is not None:
+            before, after = self._around
+            self._certificate = before.beside(after)
+        return self._certificate or Certificate(0, ())
 
     def certify(
         self, step: Callable[[], Any], *, optimizers: Iterable[torch.optim.Optimizer] = ()
@@ -295,8 +298,8 @@ class Session:
         """Everything is off: tell of it."""
         release_scratch()
         if self._surroundings is not None:
-            later = Surroundings.now(self._tracker.model)
-            self._certificate = self._surroundings.beside(later)
+            self._around = (self._surroundings, Surroundings.now(self._tracker.model))
+            self._certificate = None
         if self._budget is not None:
             self._budget.gone()
         if is_fork:  # the parent tells of it

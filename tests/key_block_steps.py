@@ -278,8 +278,20 @@ def differentiated(net: nn.Module) -> Call:
     return lambda x: net[0](gradient(x))
 
 
+def compiled_whole(net: nn.Module) -> Call:
+    forward = torch.compile(net, backend="eager", fullgraph=True)
+
+    def graph(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return x * 2
+
+    double = torch.compile(graph, backend="eager", fullgraph=True)
+    return lambda x: forward(double(x))
+
+
 CALLS: dict[str, Callable[[nn.Module], Call]] = {
     "a compiled function with a graph break": compiled,
+    "compiled functions without": compiled_whole,
     "checkpoint": lambda net: lambda x: checkpoint(net, x, use_reentrant=False),
     "checkpoint(use_reentrant=True)": lambda net: lambda x: checkpoint(net, x, use_reentrant=True),
     "torch.func.grad": differentiated,
