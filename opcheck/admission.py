@@ -172,6 +172,13 @@ class Admission:
     # ---- what the op may change ----
 
     def _prepare(self, call: Call) -> None:
+        """Crashes when the op has given a result: what makes no sense is refused by it first."""
+        try:
+            self._keep_before(call)
+        except Exception as error:  # noqa: BLE001 - raised by `Pipeline.after`
+            call.crash = error
+
+    def _keep_before(self, call: Call) -> None:
         with self._ledger.checking():
             if call.traits.maybe_random:
                 call.rng_before = generator_states(call.args)

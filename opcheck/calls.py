@@ -102,6 +102,8 @@ class Call:
     declared: Any = None
     """dtypes that the op declares for its results; None where nobody knows."""
     rng_before: Any = None
+    crash: Exception | None = None
+    """Of ours, when it was prepared."""
     skipped: SkipReason | None = None
     """Not to be checked, and counted as such: only its values are followed."""
     counted: bool = True

@@ -19,6 +19,7 @@ from opcheck.outside import outside_everything
 from opcheck.references import host_array
 from opcheck.snapshots import copy_strided, snapshot
 from opcheck.tensor_kinds import tensors_in
+from opcheck.written import memory_written
 
 __all__ = ["keep_inputs", "keep_whole", "with_changed_inputs"]
 
@@ -50,7 +51,7 @@ def keep_whole(call: Call) -> None:
 
 def with_changed_inputs(call: Call, out: Any, found: Judgement) -> Judgement:
     """Fail a call that changed or gave back an argument which its schema does not let it."""
-    may_change = {_torch.memory_of(tensor) for param, tensor in _tensors(call) if param.mutated}
+    may_change = memory_written(call)
     for param, tensor in _tensors(call):
         before = call.before.get(id(tensor))
         if before is None or _torch.memory_of(tensor) in may_change:

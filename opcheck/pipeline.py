@@ -121,6 +121,8 @@ class Pipeline:
                     self._crashed(call, out)
 
     def _after(self, call: Call | bool, out: Any) -> None:  # noqa: FBT001
+        if isinstance(call, Call) and call.crash is not None:
+            raise call.crash
         follows = self._followers.is_on and isinstance(call, Call)
         if follows:  # not under the lock: a kernel may wait for its own threads
             self._timed(self._followers.run_again, call, out)

@@ -18,6 +18,7 @@ from opcheck.globs import module_matches, op_matches
 from opcheck.records import OpRecord, SkipReason, Verdict
 from opcheck.settings import Settings
 from opcheck.tensor_kinds import is_plain_tensor, tensors_in
+from opcheck.written import meets_in_other_storage
 
 __all__ = ["Described", "KernelPolicy", "Policy", "describe", "writes_overlapping"]
 
@@ -104,7 +105,8 @@ def writes_overlapping(call: Call) -> bool:
     if not call.traits.mutates:
         return False
     bound = call.traits.bound(call.args, call.kwargs)
-    return any(map(_overlaps, tensors_in(value for param, value in bound if param.mutated)))
+    written = tensors_in(value for param, value in bound if param.mutated)
+    return any(map(_overlaps, written)) or meets_in_other_storage(call)
 
 
 def _overlaps(tensor: Tensor) -> bool:

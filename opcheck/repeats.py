@@ -33,6 +33,7 @@ from opcheck.records import RepeatDifference, SkipReason
 from opcheck.references import host_array
 from opcheck.switch import SWITCH
 from opcheck.tensor_kinds import is_plain_tensor, tensors_within
+from opcheck.written import memory_written
 
 __all__ = ["REPEATED_UNCHECKED", "Repeat", "Repeats"]
 
@@ -185,10 +186,7 @@ def _written(call: Call, args: Any, kwargs: Any) -> list[Any]:
 
 def _copies(call: Call) -> dict[int, Tensor]:
     """Copies, on the device, of what the op writes to and of all that shares its memory."""
-    written = {
-        _torch.memory_of(tensor)
-        for tensor in tensors_within(_written(call, call.args, call.kwargs))
-    }
+    written = memory_written(call)
     copies: dict[int, Tensor] = {}
     storages: dict[int, Any] = {}
     for tensor in tensors_within((call.args, call.kwargs)) if written else ():

@@ -20,6 +20,7 @@ from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call
 from opcheck.policy import describe
+from opcheck.written import memory_written
 
 __all__ = [
     "Cut",
@@ -165,13 +166,7 @@ class Kept:
 def keep(call: Call, cut: Cut) -> Kept:
     """Cut the arguments of a call that is about to change some of them."""
     pairs = _bound(call)
-    written = {
-        _torch.memory_of(tensor)
-        for param, value in pairs
-        if param.mutated
-        for tensor in _torch.tree_leaves(value)
-        if isinstance(tensor, Tensor)
-    }
+    written = memory_written(call)
 
     def own(value: Any) -> Any:
         """Not the memory that the op writes to: a tensor that stayed whole is copied."""

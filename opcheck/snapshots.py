@@ -11,6 +11,7 @@ from opcheck import _torch
 from opcheck.calls import Call, Param
 from opcheck.golden_rules import READS_STORAGE
 from opcheck.tensor_kinds import tensors_in
+from opcheck.written import memory_written
 
 __all__ = ["cloned_together", "copy_strided", "same_dtype", "snapshot", "to_host", "widened_like"]
 
@@ -22,16 +23,12 @@ def snapshot(call: Call) -> None:
     if not traits.mutates and not keeps:
         return
     by_storage: dict[int, list[Tensor]] = {}
-    written: set[int] = set()
-    for param, value in traits.bound(call.args, call.kwargs):
+    for _, value in traits.bound(call.args, call.kwargs):
         for tensor in tensors_in((value,)):
-            storage = _torch.memory_of(tensor)
-            group = by_storage.setdefault(storage, [])
+            group = by_storage.setdefault(_torch.memory_of(tensor), [])
             if all(tensor is not item for item in group):
                 group.append(tensor)
-            if param.mutated or keeps:
-                written.add(storage)
-    for storage in written:
+    for storage in by_storage if keeps else memory_written(call):
         group = by_storage[storage]
         if len(group) == 1 and not keeps:
             call.before[id(group[0])] = copy_strided(group[0])

@@ -34,6 +34,7 @@ from opcheck.golden import CannotRunAgainError, run_module
 from opcheck.own_thread import OwnThread
 from opcheck.owners import Owners
 from opcheck.source_lines import TORCH_FOLDER, find_user_frame
+from opcheck.written import _meeting
 from tests.step_equality import EmptyMode
 
 ROUNDS = 12
@@ -286,6 +287,67 @@ def test_arrays_that_begin_at_one_address_are_copied_whole(order) -> None:
     copies[0][0] = 77.0
     assert copies[1][0] == 77.0
     assert numbers[0] == 0.0
+
+
+STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "all of it": (lambda a: torch.from_numpy(a).mul_(torch.from_numpy(a)), "checked"),
+    "from dlpack": (
+        lambda a: torch.from_numpy(a).mul_(torch.from_dlpack(torch.from_numpy(a))),
+        "checked",
+    ),
+    "where it begins": (
+        lambda a: torch.from_numpy(a[:4]).mul_(torch.from_numpy(a)[:4]),
+        "checked",
+    ),
+    "in its middle": (lambda a: torch.from_numpy(a[2:6]).mul_(torch.from_numpy(a)[2:6]), "checked"),
+    "another part": (lambda a: torch.from_numpy(a[:4]).mul_(torch.from_numpy(a)[4:]), "checked"),
+    "out=": (lambda a: torch.mul(torch.from_numpy(a), 2, out=torch.from_numpy(a)), "checked"),
+    "in a list": (
+        lambda a: torch._foreach_mul_([torch.from_numpy(a[:4])], [torch.from_numpy(a)[:4]]),
+        "overlapping",
+    ),
+    "one element further": (
+        lambda a: torch.from_numpy(a[1:5]).mul_(torch.from_numpy(a)[:4]),
+        "overlapping",
+    ),
+    "not pointwise": (
+        lambda a: torch.from_numpy(a).view(2, 4).index_add_(
+            0, torch.tensor([0, 1]), torch.from_numpy(a).view(2, 4)
+        ),
+        "overlapping",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"repeat": True, "blame": True}, {"max_numel": 2}], ids=str
+)
+@pytest.mark.parametrize("step", STEPS)
+def test_two_storages_of_the_same_memory_are_one(step, options, tmp_path) -> None:
+    run, outcome = STEPS[step]
+    numbers = np.arange(1, 9, dtype=np.float32)
+    plain = numbers.copy()
+    run(plain)
+    with opcheck.check(log_dir=tmp_path, quiet=True, max_checks=None, **options) as session:
+        run(numbers)
+    assert numbers.tolist() == plain.tolist()
+    assert session.failures == []
+    assert session.coverage.errors == 0
+    assert session.coverage.adds_up
+    is_large = "max_numel" in options
+    if outcome == "checked" and step != "out=":
+        assert session.coverage.checked == 1
+    elif not is_large:
+        assert session.coverage.checked == 0
+        assert session.coverage.skipped.get(outcome, 0) == (step != "out=")
+
+
+def test_of_many_storages_only_those_that_span_what_is_written_meet_it() -> None:
+    numbers = np.arange(4000.0)
+    written = {n: torch.from_numpy(numbers[n : n + 1]).untyped_storage() for n in range(0, 4000, 2)}
+    others = {n: torch.from_numpy(numbers[n : n + 1]).untyped_storage() for n in range(1, 4000, 2)}
+    others[-1] = torch.from_numpy(numbers[10:12]).untyped_storage()
+    assert _meeting(written, others) == {-1}
 
 
 class Counting(nn.Module):

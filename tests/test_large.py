@@ -399,3 +399,37 @@ def test_registered_kernels_skip_large_calls_unless_asked(tmp_path):
         opcheck.disable_precision_check()
         assert opcheck.coverage().skipped == skipped
     assert opcheck.coverage().failed == 1
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x: x.view(5, 5).div_(torch.ones(4, 4)),
+        lambda x: torch._foreach_add_([x], [torch.ones(7)]),
+        lambda x: x.view(5, 5).addmm_(torch.ones(3, 3), torch.ones(4, 4)),
+        lambda x: x.masked_fill_(torch.ones(3, dtype=torch.bool), 1.0),
+    ],
+)
+def test_arguments_that_the_op_refuses_are_no_crash_of_ours(refused, tmp_path):
+    def step():
+        with pytest.raises(RuntimeError):
+            refused(torch.ones(25))
+
+    for options in ({}, {"max_numel": 10**6, "repeat": True, "blame": True}):
+        session = checked(tmp_path, step, **{"max_numel": 8, **options})
+        assert session.coverage.errors == 0
+        assert session.coverage.skipped[SkipReason.OP_RAISED] == 1
+
+
+def test_a_crash_before_the_op_is_told_when_it_has_run(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr("opcheck.admission.prepare_large", broken)
+    x = torch.ones(25)
+    session = checked(tmp_path, lambda: x.add_(1), max_numel=8)
+    assert x.tolist() == [2.0] * 25
+    (record,) = session.records
+    assert record.verdict is Verdict.INCONCLUSIVE
+    assert "of ours" in record.error
+    assert record.inputs[0] == "(25,):torch.float32"

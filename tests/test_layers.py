@@ -57,7 +57,7 @@ LAYERS = {
             "sinks",
             "tensor_kinds",
         },
-        {"outside", "owners"},
+        {"outside", "owners", "written"},
         {
             "factors",
             "generators",
