@@ -29,7 +29,7 @@ from opcheck.references import Reference, host_array
 from opcheck.tensor_kinds import HALF
 from opcheck.verdicts import Outcome
 
-__all__ = ["Judgement", "judge", "spell_tensor"]
+__all__ = ["Judgement", "judge", "spell_tensor", "structure_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def _judged_by(
     actual = results_of(out, actual_written)
     expected_from = Expected(call, reference, [name for name, _ in actual_written])
     first = expected_from.first()
-    structure = _structure(call, actual, first, has_dtypes=reference.has_baseline)
+    structure = structure_of(call, actual, first, has_dtypes=reference.has_baseline)
     if structure:
         return Judgement(passed=False, reason=structure, compared=1)
     if reference.has_baseline:
@@ -111,7 +111,15 @@ def _judged_by(
 # ---- structure ----------------------------------------------------------------------------------
 
 
-def _structure(call: Call, actual: list[Leaf], expected: list[Leaf], *, has_dtypes: bool) -> str:
+def structure_of(call: Call, actual: list[Leaf], expected: list[Leaf], *, has_dtypes: bool) -> str:
+    """What is wrong with the results beside their values, "" if nothing is.
+
+    Args:
+        call: the call.
+        actual: its results.
+        expected: those of a reference, or of the meta device.
+        has_dtypes: the dtypes are those that the results should have.
+    """
     if len(actual) != len(expected):
         return f"{len(actual)} results, expected {len(expected)}"
     compared = COMPARED_OUTPUTS.get(call.traits.base, range(len(actual)))

@@ -9,6 +9,7 @@ from typing import Any
 from opcheck.calls import Call
 from opcheck.compare import judge
 from opcheck.declared import DeclaredDtypes
+from opcheck.decomposed import has_vectors, judge_decomposed
 from opcheck.expected import is_missing_kernel
 from opcheck.followers import Followers
 from opcheck.generators import restore_generators
@@ -69,10 +70,12 @@ class Comparison:
         settings = self._settings
         if call.is_large:
             call.declared = self._declared.of(call)
-            criterion = Criterion(name=settings.criterion, rtol=rtol, atol=atol, seed=settings.seed)
-            judged = judge_large(call, out, criterion)
+            judged = judge_large(call, out, self._criterion(rtol, atol))
             return judged if isinstance(judged, SkipReason) else Outcome(judged, rtol, atol, None)
         reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
+        if reference is SkipReason.NO_INDEPENDENT_REFERENCE and has_vectors(call):
+            judged = judge_decomposed(call, out, self._criterion(rtol, atol))
+            return judged if isinstance(judged, SkipReason) else Outcome(judged, rtol, atol, None)
         if isinstance(reference, SkipReason):
             return reference
         if not reference.has_baseline:
@@ -87,3 +90,7 @@ class Comparison:
             self._planter.plant(call, out, reference, rule)
         blame = self._followers.measure(call, out, reference, passed=found.passed)
         return Outcome(Judged(found, reference.label), rtol, atol, blame)
+
+    def _criterion(self, rtol: float, atol: float) -> Criterion:
+        settings = self._settings
+        return Criterion(name=settings.criterion, rtol=rtol, atol=atol, seed=settings.seed)

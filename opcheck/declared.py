@@ -16,7 +16,7 @@ from torch import Tensor
 from opcheck.calls import Call
 from opcheck.golden_rules import SAVED_STATISTICS, wider
 
-__all__ = ["DeclaredDtypes", "expected_dtype"]
+__all__ = ["DeclaredDtypes", "declared_results", "expected_dtype"]
 
 Dtypes = tuple[torch.dtype | None, ...]
 
@@ -48,11 +48,18 @@ def _kind(value: Any) -> Any:
     return value if isinstance(value, (bool, str, torch.dtype)) else type(value)
 
 
-def _asked(call: Call) -> Dtypes | None:
+def declared_results(call: Call) -> Any:
+    """Results on the meta device, which have a dtype and sizes alone; None: nobody knows."""
     args, kwargs = _on_meta(call.args), _on_meta(call.kwargs)
     try:
-        out = call.func(*args, **kwargs)
+        return call.func(*args, **kwargs)
     except Exception:  # noqa: BLE001 - many ops have no meta kernel, or one that needs values
+        return None
+
+
+def _asked(call: Call) -> Dtypes | None:
+    out = declared_results(call)
+    if out is None:
         return None
     unknown = SAVED_STATISTICS.get(call.traits.base, frozenset())
     inputs = {dtype for dtype in call.signature[1::2] if dtype.is_floating_point}

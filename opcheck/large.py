@@ -8,6 +8,7 @@ from opcheck.attention_rows import is_attention, judge_attention
 from opcheck.calls import Call
 from opcheck.convolutions import is_convolution, judge_convolution
 from opcheck.counted import is_counted, judge_counted
+from opcheck.decomposed import has_vectors, judge_decomposed
 from opcheck.large_table import FACTORIES, is_pointwise, lists_of, spaces_of
 from opcheck.product_grid import judge_grid, pick_grid
 from opcheck.products import is_product, judge_projection, products_of
@@ -32,7 +33,7 @@ def strategy_of(call: Call) -> str:
     """The strategy that looks at a large call, or "not_checkable"."""
     if is_pointwise(call) or lists_of(call) or call.traits.base in FACTORIES:
         return "sampled_elements"
-    if is_product(call):
+    if is_product(call) or has_vectors(call):
         return "projection"
     if is_convolution(call):
         return "adjoint_probe"
@@ -89,7 +90,9 @@ def judge_large(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReas
     return SkipReason.NOT_CHECKABLE
 
 
-def _judge_product(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:
+def _judge_projected(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:
+    if has_vectors(call):
+        return judge_decomposed(call, out, criterion)
     if call.large is not None:
         picks, kept = call.large
         return judge_grid(call, out, picks, kept, criterion)
@@ -131,7 +134,7 @@ def _add(
 
 
 _JUDGES = {
-    "projection": _judge_product,
+    "projection": _judge_projected,
     "adjoint_probe": judge_convolution,
     "attention": judge_attention,
     "exact_full": _judge_all,

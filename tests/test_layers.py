@@ -80,6 +80,7 @@ LAYERS = {
             "measures",
             "planting",
             "references",
+            "vectors",
         },
         {
             "equivalents",
@@ -116,6 +117,7 @@ LAYERS = {
             "attention_rows",
             "convolution_sums",
             "counted",
+            "decomposed",
             "followers",
             "held",
             "product_rows",
