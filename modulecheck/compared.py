@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from opcheck import tolerances as tol
 from opcheck.arrays import classes
+from opcheck.measures import typical_at_a_glance
 from opcheck.records import Metrics, Verdict
 from opcheck.verdicts import Rule as OpRule
 from opcheck.verdicts import judge_allclose, judge_exact, rms, spacing_of
@@ -165,7 +166,8 @@ def _is_close(actual: Array, eager: Array, dtype: str) -> bool:
         y, c = actual[keep].astype(np.float64), eager[keep].astype(np.float64)
         if not y.size:
             return True
-        ratio = (y - c) / (spacing_of(c, dtype) + tol.compute_eps(dtype) * rms(c))
+        typical = typical_at_a_glance(c, rms(c))
+        ratio = (y - c) / (spacing_of(c, dtype) + tol.compute_eps(dtype) * typical)
         if dtype not in tol.HALF_DTYPES:
             return float(np.abs(ratio).max()) <= tol.QUICK_LIMIT
         shift = abs(float(np.mean(ratio * np.sign(c))))

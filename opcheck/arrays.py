@@ -28,6 +28,7 @@ __all__ = [
     "rms",
     "round_to",
     "spacing_of",
+    "typical_size",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -52,6 +53,23 @@ def rms(values: Array) -> float:
         return top
     scaled = values / top
     return top * math.sqrt(float(np.dot(scaled, scaled)) / values.size)
+
+
+def typical_size(values: Array, size: float) -> float:
+    """The rms, capped at a multiple of the (lower) median of what is not zero; 0.0 if all is.
+
+    Args:
+        values: flat.
+        size: their rms, or that of more values of which these are some.
+    """
+    magnitude = np.absolute(values)
+    nonzero = magnitude[magnitude > 0.0]
+    if not nonzero.size:
+        return 0.0
+    middle = (nonzero.size - 1) // 2
+    if np.count_nonzero(nonzero < size / tol.MAX_RMS_OVER_MEDIAN) <= middle:
+        return size
+    return min(size, tol.MAX_RMS_OVER_MEDIAN * float(np.partition(nonzero, middle)[middle]))
 
 
 def spacing_of(values: Array, dtype: str) -> Array:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from opcheck import tolerances as tol
-from opcheck.arrays import Array, components, rms, round_to, spacing_of
+from opcheck.arrays import Array, components, rms, round_to, spacing_of, typical_size
 from opcheck.measures import Part, failed_element, judge_bound, passed
 from opcheck.rules import Outcome, Rule
 
@@ -18,18 +18,6 @@ __all__ = ["Draw", "Limits", "interval_limits", "judge_elements"]
 
 Draw: TypeAlias = Callable[[int], Array]
 """k -> the k-th perturbed golden."""
-
-
-def _typical(golden: Array, golden_rms: float) -> float:
-    """rms, capped at a multiple of the (lower) median of what is not zero."""
-    magnitude = np.absolute(golden)
-    nonzero = magnitude[magnitude > 0.0]
-    if not nonzero.size:
-        return 0.0
-    middle = (nonzero.size - 1) // 2
-    if np.count_nonzero(nonzero < golden_rms / tol.MAX_RMS_OVER_MEDIAN) <= middle:
-        return golden_rms
-    return min(golden_rms, tol.MAX_RMS_OVER_MEDIAN * float(np.partition(nonzero, middle)[middle]))
 
 
 def _local(values: Array, spacing: Array) -> Array:
@@ -43,7 +31,8 @@ def _local_typical(moved: Array, spacing: Array) -> Array:
     On bf16 inputs next to the poles of polygamma it granted all others 1e28 of their spacings.
     """
     relative = moved / spacing
-    return np.minimum(_typical(moved, rms(moved)), spacing * _typical(relative, rms(relative)))
+    everywhere = typical_size(moved, rms(moved))
+    return np.minimum(everywhere, spacing * typical_size(relative, rms(relative)))
 
 
 def _num_effective(values: Array) -> float:
@@ -158,7 +147,7 @@ class _Ranking:
     ) -> _Ranking:
         """Measure."""
         spacing = spacing_of(golden, rule.dtype) + tol.ALLOWED_UNDERFLOW[rule.dtype]
-        typical = _typical(golden, part.scan.expected_rms)
+        typical = typical_size(golden, part.scan.expected_rms)
         base = spacing + tol.compute_eps(rule.dtype) * typical
         error = actual - golden
         # among subnormals rounding errs by their spacing, whatever the size: fp16 gradients

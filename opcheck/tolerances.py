@@ -85,8 +85,8 @@ def compute_eps(dtype: str) -> float:
 # ---- stage 0, the quick test --------------------------------------------------------------------
 
 QUICK_LIMIT = 8.0
-"""float32/float64: `|actual - expected| / (ulp + ec * rms)` up to here is a PASS. It settles 88-99%
-of correct results without a perturbed run."""
+"""float32/float64: `|actual - expected| / (ulp + ec * typical size)` up to here is a PASS. It
+settles 88-99% of correct results without a perturbed run."""
 QUICK_LIMIT_HALF = 1.01
 """16 bit: one spacing, that is the neighbouring number."""
 QUICK_SHIFT_HALF = 0.1

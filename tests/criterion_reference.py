@@ -52,6 +52,12 @@ def local(values: Tensor, steps: Tensor) -> Tensor:
     return (steps * rms(values / steps)).clamp_max(rms(values))
 
 
+def typical(values: Tensor) -> float:
+    """rms, and not that of a few huge elements."""
+    nonzero = values[values != 0].abs()
+    return min(rms(values), 1e3 * float(nonzero.median())) if len(nonzero) else 0.0
+
+
 def varied(values: Tensor, dtype: torch.dtype) -> bool:
     return len(values) >= 64 and len(values[:4096].to(dtype).unique()) >= 16
 
@@ -68,8 +74,7 @@ class Setting:
             moved = (draw - golden).abs()
             sensitivity = sensitivity.maximum(torch.where(moved.isfinite(), moved, 0.0))
         sensitivity = sensitivity.maximum(0.25 * local(sensitivity, self.steps))
-        nonzero = golden[golden != 0].abs()
-        self.typical = min(rms(golden), 1e3 * float(nonzero.median())) if len(nonzero) else 0.0
+        self.typical = typical(golden)
         # among subnormals correct rounding errs by their spacing, however small the numbers
         self.rounding = 0.25 * info.eps * max(self.typical, info.smallest_normal)
         # a result that cancels is rounding alone, however small it is itself
@@ -95,7 +100,7 @@ def judge_golden(
         return ""
     half = dtype in HALF
     error = got - want
-    if float((error.abs() / (ulp(want, dtype) + ec(dtype) * rms(want))).max()) <= (
+    if float((error.abs() / (ulp(want, dtype) + ec(dtype) * typical(want))).max()) <= (
         1.01 if half else 8
     ):
         return ""
@@ -122,7 +127,7 @@ def quick(actual: Tensor, baseline: Tensor) -> bool:
     got, want = got[keep], want[keep]
     if not len(got):
         return True
-    share = (got - want) / (ulp(want, dtype) + ec(dtype) * rms(want))
+    share = (got - want) / (ulp(want, dtype) + ec(dtype) * typical(want))
     if dtype not in HALF:
         return float(share.abs().max()) <= 8
     shifted = len(got) >= 64 and abs(float((share * want.sgn()).mean())) > 0.1

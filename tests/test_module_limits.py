@@ -271,6 +271,13 @@ def test_sensitivity_that_is_not_finite_grants_nothing() -> None:
     assert verdict(actual, golden, golden, moved=moved) == Verdict.FAIL
 
 
+def test_a_huge_element_hides_no_others() -> None:
+    golden = constant(8)
+    golden[0] = 1e12
+    actual = with_one(golden, 1.0)
+    assert verdict(actual, golden, golden) == Verdict.FAIL
+
+
 # ---- noise, and float64 that is no judge --------------------------------------------------------
 
 

@@ -159,6 +159,19 @@ def test_differing_inputs_are_shown_with_their_size() -> None:
     assert inputs["blocks.2"].judged == Verdict.FAIL
 
 
+def test_a_replay_on_other_inputs_shows_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.detach() + 1e-2 for tensor in tensors]
+
+    monkeypatch.setattr("modulecheck.replay.copied_together", spoiled)
+    result = compare(stack(), Block, single_pass=True)
+    given = result.diffs[0].fwd_input[0]
+    assert given.max_abs == pytest.approx(1e-2, rel=1e-3)
+    assert given.judged == Verdict.INCONCLUSIVE
+    assert "did not get what the compiled one got" in given.reason
+    assert not result.all_pass
+
+
 class Flag(nn.Module):
     def forward(self, hidden: Tensor, flag: int) -> Tensor:
         return hidden * flag

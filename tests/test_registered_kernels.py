@@ -182,6 +182,14 @@ def test_results_of_the_wrong_number_fail(log):
     assert opcheck.coverage().failed == 1
 
 
+@pytest.mark.parametrize("given", [1, 3])
+def test_a_list_of_the_wrong_length_fails(log, given):
+    kernel = ("_foreach_mul.Scalar", lambda tensors, scalar: [X * scalar] * given)
+    call = lambda: torch._foreach_mul([X, X], 2.0)  # noqa: E731
+    assert failed_keys(log, [kernel], call) == ["_foreach_mul.Scalar"]
+    assert opcheck.coverage().failed == 1
+
+
 # ---- kinds of arguments and results ----
 
 ARGUMENTS = {
@@ -446,7 +454,10 @@ def test_enabling_and_disabling_while_threads_call(log):
         for _ in range(15):
             with enabled(path=log, log_once=False, max_checks=None):
                 torch.neg(X)
-            assert opcheck.coverage().adds_up or opcheck.coverage().seen
+            coverage = opcheck.coverage()
+            assert coverage.adds_up
+            assert coverage.failed >= 1
+            assert coverage.errors == 0
         stop.set()
         for thread in threads:
             thread.join()

@@ -211,6 +211,21 @@ def test_nothing_paired_is_inconclusive():
     assert compare_runs(live([]), live([logs.passing(0)])).verdict[0] is Verdict.INCONCLUSIVE
 
 
+def test_a_diff_of_runs_that_share_no_call_says_so():
+    a, b = live([logs.passing(0)]), live([logs.passing(0, op="aten.sin.default")])
+    assert a.verdict is b.verdict is Verdict.PASS
+    assert compare_runs(a, b).verdict == (Verdict.INCONCLUSIVE, "no call of A has a partner in B")
+
+
+def test_a_diff_with_a_run_that_became_inconclusive_is_no_pass():
+    records = [logs.passing(0)]
+    cut = Run(records=records, coverage=logs.coverage_of(records), finished=False)
+    verdict, reason = compare_runs(live(records), cut).verdict
+    assert verdict is Verdict.INCONCLUSIVE
+    assert reason.startswith("B is inconclusive: ")
+    assert compare_runs(cut, live(records)).verdict[0] is Verdict.PASS
+
+
 def test_shifted_order_is_paired():
     records = [logs.passing(i) for i in range(300)]
     diff = compare_runs(live(records), live(records[150:] + records[:150]))

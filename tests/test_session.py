@@ -343,6 +343,24 @@ def test_a_crash_of_ours_is_a_record_and_the_step_is_unharmed(tmp_path, monkeypa
     assert "AssertionError: ours" in session.records[0].error
 
 
+def test_a_crash_of_ours_beside_a_random_op_leaves_the_generators(tmp_path, monkeypatch):
+    def crash(*args, **kwargs):
+        torch.rand(1)
+        raise AssertionError("ours")
+
+    def drawn():
+        torch.manual_seed(0)
+        return [torch.native_dropout(X, 0.5, True)[0], torch.rand(3)]
+
+    expected = drawn()
+    monkeypatch.setattr("opcheck.shadow.Shadow.follow", crash)
+    with opcheck.check(log_dir=tmp_path, quiet=True, blame=True) as session:
+        found = drawn()
+    assert all(map(torch.equal, found, expected))
+    assert session.verdict is Verdict.INCONCLUSIVE
+    assert "AssertionError: ours" in session.report()
+
+
 def test_ctrl_c_inside_a_check_reaches_the_user_and_is_counted(tmp_path, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt

@@ -293,6 +293,32 @@ def test_one_element_in_a_million_fails() -> None:
     assert outcome.metrics.num_out == 1
 
 
+@pytest.mark.parametrize("size", [64, 50_000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_few_huge_elements_do_not_hide_the_others(size: int, dtype: str) -> None:
+    golden = normal(size)
+    golden[::16] = 1e12
+    actual = rounded(golden, dtype)
+    rule = Rule(dtype=dtype)
+    assert golden_only(actual, golden, rule).passed
+    assert beside(actual, actual.copy(), golden, rule).passed
+    wrong = actual.copy()
+    wrong[5] += 1.0
+    assert golden_only(wrong, golden, rule).why == "elem"
+    assert beside(wrong, actual, golden, rule).why == "elem"
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_half_results_that_all_lean_to_one_side_are_held_against_the_golden(half: str) -> None:
+    golden = 1.0 + np.arange(4096) / 8192
+    spacing = float(spacing_of(np.ones(1), half)[0])
+    baseline = rounded(golden, half)
+    leaning = baseline + spacing  # each is the neighbour of the right number
+    assert beside(leaning, baseline, golden, Rule(dtype=half)).why == "bias"
+    in_turn = baseline + spacing * np.where(np.arange(4096) % 2, 1.0, -1.0)
+    assert beside(in_turn, baseline, golden, Rule(dtype=half)).stage == "quick"
+
+
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_a_scale_error_of_one_percent_in_half_fails(half: str) -> None:
     golden = normal(4096)

@@ -1,0 +1,296 @@
+"""Each limit of the rule at op level, from both sides: just within it passes, beyond it fails.
+
+The values lie in [1, 2), so that the spacing of a dtype is its eps, and are numbers of the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opcheck.verdicts import Outcome, Rule, judge_allclose, judge_baseline, judge_golden
+
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+WITHIN, BEYOND = 0.95, 1.05
+"""Of a limit."""
+each_side = pytest.mark.parametrize(
+    ("share", "passes"), [(WITHIN, True), (BEYOND, False)], ids=["within", "beyond"]
+)
+each_half = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+
+
+def rms(values: np.ndarray) -> float:
+    return math.sqrt(float(np.mean(np.square(values))))
+
+
+def constant(size: int) -> np.ndarray:
+    """One value: no mean shift is asked for."""
+    return np.full(size, 1.5)
+
+
+def distinct() -> np.ndarray:
+    """Every bfloat16 number in [1, 2)."""
+    return 1.0 + np.arange(128) / 128
+
+
+def allowance(golden: np.ndarray, dtype: str) -> float:
+    """A spacing, and the rounding of what is added up in float32."""
+    return EPS[dtype] + EPS["float32"] * rms(golden)
+
+
+def with_one(values: np.ndarray, change: float) -> np.ndarray:
+    changed = values.copy()
+    changed[3] += change
+    return changed
+
+
+def in_turn(size: int) -> np.ndarray:
+    """1, -1, 1, -1: without a mean."""
+    return np.where(np.arange(size) % 2, -1.0, 1.0)
+
+
+def alone(
+    actual: np.ndarray, golden: np.ndarray, dtype: str, moved: Any = None, **rule: Any
+) -> Outcome:
+    draw = None if moved is None else lambda k: moved
+    return judge_golden(actual, golden, perturbed=draw, rule=Rule(dtype=dtype, **rule))
+
+
+def beside(
+    actual: np.ndarray, baseline: np.ndarray, golden: np.ndarray, dtype: str, **rule: Any
+) -> Outcome:
+    return judge_baseline(
+        actual, baseline, golden=lambda: golden, perturbed=None, rule=Rule(dtype=dtype, **rule)
+    )
+
+
+# ---- at a glance --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 8.0), ("bfloat16", 1.01)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_near_results_need_no_sensitivity(dtype: str, limit: float, sign: int) -> None:
+    golden = constant(8)
+    step = sign * limit * allowance(golden, dtype)
+    assert alone(with_one(golden, WITHIN * step), golden, dtype).stage == "quick"
+    assert alone(with_one(golden, BEYOND * step), golden, dtype).stage == "golden"
+    baseline = golden.astype(np.float32)
+    assert beside(with_one(golden, WITHIN * step), baseline, golden, dtype).stage == "quick"
+    assert beside(with_one(golden, BEYOND * step), baseline, golden, dtype).stage == "golden"
+
+
+@each_half
+def test_half_results_that_lean_to_one_side_need_the_golden(half: str) -> None:
+    golden = distinct()
+    step = 0.1 * allowance(golden, half)
+    assert beside(golden + WITHIN * step, golden, golden, half).stage == "quick"
+    assert beside(golden + BEYOND * step, golden, golden, half).stage == "golden"
+    assert beside(-golden - BEYOND * step, -golden, -golden, half).stage == "golden"
+    fewer = golden[:63]
+    assert beside(fewer + BEYOND * step, fewer, fewer, half).stage == "quick"
+    # where the op under test is the only one of its dtype, the golden has been looked at
+    assert alone(golden + BEYOND * step, golden, half).stage == "quick"
+
+
+# ---- the interval -------------------------------------------------------------------------------
+
+
+@each_side
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+@pytest.mark.parametrize(
+    ("dtype", "op_class", "length", "limit"),
+    [
+        ("bfloat16", "std", 1.0, 6.0),
+        ("float16", "std", 1e6, 6.0),
+        ("bfloat16", "mm", 1.0, 24.0),
+        ("bfloat16", "atom", 1.0, 24.0),
+        ("bfloat16", "scan", 1.0, 48.0),
+        ("float32", "std", 1.0, 32.0),
+        ("float32", "scan", 4096.0, 32.0),
+        ("float32", "mm", 16 * 4096.0, 128.0),
+    ],
+)
+def test_one_element_out(
+    dtype: str, op_class: str, length: float, limit: float, sign: int, share: float, passes: bool
+) -> None:
+    golden = constant(8)
+    actual = with_one(golden, sign * share * limit * allowance(golden, dtype))
+    rule: dict[str, Any] = {"op_class": op_class, "reduction_length": length}
+    for found in (
+        alone(actual, golden, dtype, **rule),
+        beside(actual, golden, golden, dtype, **rule),
+    ):
+        assert found.passed == passes
+        assert found.metrics.num_out == (0 if passes else 1)
+        assert found.metrics.q == pytest.approx(share, rel=1e-3)
+        assert passes or found.why == "elem"
+
+
+@each_side
+@pytest.mark.parametrize(("op_class", "limit"), [("std", 4.0), ("mm", 8.0), ("atom", 8.0)])
+@each_half
+def test_all_elements_a_little_out(
+    half: str, op_class: str, limit: float, share: float, passes: bool
+) -> None:
+    golden = constant(64)
+    unit = 0.25 * EPS[half] * rms(golden)
+    near = golden + share * limit * unit * in_turn(64)
+    found = beside(near, golden, golden, half, op_class=op_class)
+    assert (found.passed, found.why) == (passes, "" if passes else "rmse")
+    # alone, twice as much: the error of another result of this dtype is not known
+    far = golden + 2 * share * limit * unit * in_turn(64)
+    found = alone(far, golden, half, op_class=op_class)
+    assert (found.passed, found.why) == (passes, "" if passes else "rmse")
+    assert alone(far[:63], golden[:63], half, op_class=op_class).passed
+
+
+def test_the_rms_of_a_scan_and_of_float32_is_not_tested() -> None:
+    golden = constant(64)
+    assert alone(golden + 40 * EPS["bfloat16"] * in_turn(64), golden, "bfloat16", op_class="scan")
+    assert alone(golden + 60 * EPS["float32"] * in_turn(64), golden, "float32").passed
+
+
+@each_side
+@each_half
+def test_rms_of_what_moved_inputs_explain(half: str, share: float, passes: bool) -> None:
+    golden = constant(64)
+    moved = 20 * EPS[half]
+    # a quarter of the sensitivity is allowed, a quarter of that is the unit, 8 of them the limit
+    actual = golden + share * 8 * 0.25 * 0.25 * moved * in_turn(64)
+    found = alone(actual, golden, half, moved=golden + moved)
+    assert (found.passed, found.why) == (passes, "" if passes else "rmse")
+
+
+@each_side
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("op_class", "limit"), [("std", 0.5), ("mm", 0.5), ("atom", 2.0)])
+@each_half
+def test_half_results_that_lean_to_one_side(
+    half: str, op_class: str, limit: float, sign: int, share: float, passes: bool
+) -> None:
+    golden = sign * distinct()
+    out = 1.5 * sign * EPS[half]  # else a glance settles it
+    lean = (share * limit * len(golden) * EPS[half] - abs(out)) / (len(golden) - 1)
+    actual = golden + sign * lean
+    actual[3] = golden[3] + out
+    found = alone(actual, golden, half, op_class=op_class)
+    assert (found.passed, found.why) == (passes, "" if passes else "bias")
+    assert found.metrics.mean_shift == pytest.approx(share * limit, rel=1e-3)
+    # beside a result that leans by half a spacing, one spacing more
+    baseline = golden + sign * 0.5 * EPS[half]
+    more = golden + sign * share * (limit + 1.0) * EPS[half]
+    found = beside(more, baseline, golden, half, op_class=op_class)
+    assert (found.passed, found.why) == (passes, "" if passes else "bias")
+
+
+@each_half
+def test_a_scan_may_drift(half: str) -> None:
+    golden = distinct()
+    assert alone(golden + 7.5 * EPS[half], golden, half, op_class="scan").passed
+
+
+@each_half
+def test_one_element_counts_little_in_a_mean(half: str) -> None:
+    golden = distinct()
+    actual = golden + 0.42 * EPS[half]
+    actual[3] = golden[3] + 20 * EPS[half]  # as 8: 0.48 on average
+    assert alone(actual, golden, half, op_class="mm").passed
+    actual += 0.05 * EPS[half]
+    assert alone(actual, golden, half, op_class="mm").why == "bias"
+
+
+@each_side
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("length", "growth"), [(1.0, 1.0), (4 * 4096.0, 2.0)])
+def test_float32_results_that_lean_beside_another_result(
+    length: float, growth: float, sign: int, share: float, passes: bool
+) -> None:
+    golden = sign * distinct()
+    base = allowance(golden, "float32")
+    actual = golden + sign * share * 2.0 * growth * base
+    actual[3] = golden[3] + sign * 9 * base  # else a glance settles it
+    actual[4] = golden[4] + sign * (2 * share * 2.0 * growth - 9) * base
+    found = beside(actual, golden, golden, "float32", reduction_length=length)
+    assert (found.passed, found.why) == (passes, "" if passes else "bias")
+    # alone there is nothing to say how far correct results lean
+    assert alone(actual, golden, "float32", reduction_length=length).passed
+
+
+@each_side
+def test_float32_may_lean_four_times_as_far_as_the_other_result(share: float, passes: bool) -> None:
+    golden = distinct()
+    base = allowance(golden, "float32")
+    own = 2 * base
+    allowed = base + own
+    limit = 2.0 + 4.0 * own / allowed
+    found = beside(golden + share * limit * allowed, golden + own, golden, "float32")
+    assert (found.passed, found.why) == (passes, "" if passes else "bias")
+
+
+@pytest.mark.parametrize(("num_values", "passes"), [(15, True), (31, True), (33, False)])
+def test_a_lean_of_few_different_values_says_nothing(num_values: int, passes: bool) -> None:
+    golden = np.resize(distinct()[:num_values], 64)
+    actual = golden + 2 * EPS["bfloat16"]
+    assert alone(actual, golden, "bfloat16").passed == passes
+
+
+@each_side
+@pytest.mark.parametrize(("dtype", "granted", "limit"), [("float16", 0.25, 6), ("float32", 1, 32)])
+def test_what_inputs_moved_by_one_rounding_do_is_granted(
+    dtype: str, granted: float, limit: float, share: float, passes: bool
+) -> None:
+    golden = constant(8)
+    change = 50 * EPS[dtype]
+    moved = with_one(golden, -change)
+    allowed = allowance(golden, dtype) + granted * change
+    assert alone(with_one(golden, share * limit * allowed), golden, dtype, moved).passed == passes
+    # the others are granted a quarter of what is typical
+    typical = granted * 0.25 * change / math.sqrt(8)
+    other = golden.copy()
+    other[4] += share * limit * (allowance(golden, dtype) + typical)
+    assert alone(other, golden, dtype, moved).passed == passes
+
+
+@each_side
+def test_a_huge_element_counts_as_a_thousand_typical_ones(share: float, passes: bool) -> None:
+    golden = constant(8)
+    golden[0] = 2.0**40
+    allowed = EPS["float32"] * (1 + 1000 * 1.5)
+    actual = with_one(golden, share * 32 * allowed)
+    assert alone(actual, golden, "float32").passed == passes
+    assert beside(actual, golden, golden, "float32").passed == passes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smallest_normal"), [("float32", 2.0**-126), ("bfloat16", 2.0**-126)]
+)
+def test_numbers_below_the_normal_ones_may_be_flushed(dtype: str, smallest_normal: float) -> None:
+    golden = np.full(8, 0.99 * smallest_normal)
+    assert alone(np.zeros(8), golden, dtype).passed
+
+
+# ---- the documented criterion -------------------------------------------------------------------
+
+
+@each_side
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+@pytest.mark.parametrize("expected", [0.0, 3.0, -300.0])
+def test_documented_tolerances(expected: float, sign: int, share: float, passes: bool) -> None:
+    wanted = np.array([1.0, expected, 2.0])
+    allowed = 1e-5 + 1e-4 * abs(expected)
+    actual = wanted + np.array([0.0, sign * share * allowed, 0.0])
+    found = judge_allclose(actual, wanted, rule=Rule(dtype="float32", rtol=1e-4, atol=1e-5))
+    assert found.passed == passes
+    assert found.metrics.allclose == passes
+    assert found.metrics.num_out == (0 if passes else 1)
+    assert found.metrics.q == pytest.approx(share, rel=1e-3) or passes
+
+
+def test_equal_results_have_metrics_of_zero() -> None:
+    values = constant(8)
+    metrics = beside(values.copy(), values, values, "float32").metrics
+    assert (metrics.max_abs, metrics.mean_abs, metrics.max_rel, metrics.q) == (0.0, 0.0, 0.0, 0.0)
+    assert metrics.allclose
