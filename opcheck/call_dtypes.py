@@ -8,11 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opcheck import _torch
 from opcheck.calls import Call
-from opcheck.golden_rules import SCALARS_IN_FLOAT32, Bound, wider
+from opcheck.golden_rules import (
+    NUMBER_TENSORS_IN_FLOAT32,
+    ROUNDED_INSIDE,
+    SCALARS_IN_FLOAT32,
+    Bound,
+    wider,
+)
 from opcheck.tensor_kinds import HALF, tensors_in
 
 __all__ = [
+    "as_number",
     "computing_dtype",
     "input_dtypes",
     "is_inexact",
@@ -21,6 +29,7 @@ __all__ = [
     "number_tensor",
     "real_name",
     "rounded_number",
+    "rounding_dtype",
 ]
 
 
@@ -45,21 +54,50 @@ def real_name(dtype: torch.dtype) -> str:
     return str(real).removeprefix("torch.")
 
 
+def rounding_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose spacings an argument of a call is uncertain by.
+
+    That of the argument, or of the result where that is finer: a float32 result of a 16-bit
+    argument was computed from the very numbers that stand there, and rounded as float32 at most.
+    Moved by a spacing of bfloat16, `x + y.bfloat16()` might be off by 5%.
+    """
+    result = call.out_dtype or _written_dtype(call)
+    if result is None or not is_inexact(dtype) or call.traits.base in ROUNDED_INSIDE:
+        return dtype
+    finer = torch.finfo(result).eps < torch.finfo(dtype).eps
+    return result if finer else dtype
+
+
+def _written_dtype(call: Call) -> torch.dtype | None:
+    """Of the first inexact tensor that an op writes to and does not return."""
+    if not call.traits.mutates:
+        return None
+    bound = call.traits.bound(call.args, call.kwargs)
+    written = tensors_in(value for param, value in bound if param.mutated)
+    return next((tensor.dtype for tensor in written if is_inexact(tensor.dtype)), None)
+
+
 def computing_dtype(call: Call) -> torch.dtype | None:
     """The floating dtype in which a call with Python numbers computes, None for integer calls."""
     if call.out_dtype is not None and input_dtypes(call) and _names_dtype(call):
         # full_like(x, 0.3, dtype=float64); a factory without tensors reads its numbers as doubles
         named: torch.dtype = call.out_dtype
         return named
+    found = _promoted(call)
+    base = call.traits.base.rstrip("_").removeprefix("_foreach_")
+    return torch.float32 if found in HALF and base in SCALARS_IN_FLOAT32 else found
+
+
+def _promoted(call: Call) -> torch.dtype | None:
+    """What the inexact tensors of a call promote to, None where there are none."""
+    inexact = [tensor for tensor in tensors_in(call.args) if is_inexact(tensor.dtype)]
+    with_dims = [tensor for tensor in inexact if tensor.dim()]
+    is_complex = any(tensor.is_complex() for tensor in inexact)
+    if any(tensor.is_complex() == is_complex for tensor in with_dims):
+        inexact = with_dims  # beside these the others are as good as numbers
     found: torch.dtype | None = None
-    for tensor in tensors_in(call.args):
-        dtype = tensor.dtype
-        if is_inexact(dtype):
-            found = dtype if found is None else torch.promote_types(found, dtype)
-    if found in HALF and (
-        call.traits.base.rstrip("_").removeprefix("_foreach_") in SCALARS_IN_FLOAT32
-    ):
-        return torch.float32
+    for tensor in inexact:
+        found = tensor.dtype if found is None else torch.promote_types(found, tensor.dtype)
     return found
 
 
@@ -79,9 +117,12 @@ _NUMPY_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {
 
 def rounded_number(call: Call, value: float) -> float:
     """A Python number as the kernel sees it: in the dtype that the op computes in."""
-    dtype = computing_dtype(call)
     if isinstance(value, int) and abs(value) <= 256:
         return value
+    return _rounded(value, computing_dtype(call))
+
+
+def _rounded(value: float, dtype: torch.dtype | None) -> float:
     if dtype is torch.bfloat16:
         bits = np.float32(value).view(np.uint32)
         if not np.isfinite(np.float32(value)):
@@ -93,6 +134,22 @@ def rounded_number(call: Call, value: float) -> float:
         return value
     with np.errstate(over="ignore"):
         return float(kind(value))
+
+
+def as_number(call: Call, tensor: Tensor) -> float | None:
+    """What a pointwise op sees of a 0-dim tensor that is wider than what it computes in, else None.
+
+    `x > torch.tensor(0.3)` of a bfloat16 `x` asks for more than 0.30078125.
+    """
+    if tensor.dim() or not tensor.is_floating_point():
+        return None
+    dtype = _promoted(call) if "pointwise" in _torch.tags_of(call.func) else None
+    if dtype is None or torch.finfo(dtype).eps <= torch.finfo(tensor.dtype).eps:
+        return None
+    base = call.traits.base.rstrip("_").removeprefix("_foreach_")
+    if dtype in HALF and base in NUMBER_TENSORS_IN_FLOAT32:
+        dtype = torch.float32
+    return _rounded(float(tensor), dtype)
 
 
 def number_tensor(call: Call, value: Any, *, wide: bool) -> Tensor:

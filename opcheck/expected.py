@@ -118,5 +118,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_missing_kernel(error: BaseException) -> bool:
-    """True when an exception says that no kernel exists for these arguments."""
-    return isinstance(error, NotImplementedError) or "not implemented for" in str(error)
+    """True when an exception says that no kernel exists for these arguments.
+
+    Kernels of one dtype alone, as those of quantized layers, say it in various words, and name the
+    one that they were given: "expected scalar type Float but found Double".
+    """
+    if isinstance(error, NotImplementedError):
+        return True
+    return any(words in str(error) for words in ("not implemented for", "found Double"))

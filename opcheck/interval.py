@@ -35,6 +35,10 @@ def _local_typical(moved: Array, spacing: Array) -> Array:
     return np.minimum(everywhere, spacing * typical_size(relative, rms(relative)))
 
 
+def _mean(values: Array) -> float:
+    return float(np.mean(values))
+
+
 def _num_effective(values: Array) -> float:
     """How many different values a mean is taken of; less than there are, if some come often."""
     counts = np.unique(values, return_counts=True)[1].astype(np.float64)
@@ -204,24 +208,29 @@ class _Ranking:
         sign, own = np.sign(self.golden), self.own
         if self.rule.is_half:
             rounding = self.golden - round_to(self.golden, self.rule.dtype)
-            of_own = 0.0 if own is None else self._mean_spacings(own + rounding, sign)
-            shift = self._mean_spacings(self.error + rounding, sign)
+            of_own = 0.0 if own is None else _mean(self._in_spacings(own + rounding, sign))
+            shifts = self._in_spacings(self.error + rounding, sign)
+            shift = _mean(shifts)
             limit = tol.CLASS_LIMITS[self.rule.op_class].max_shift * self.rule.shift_factor
             limit += tol.SHIFT_OF_BASELINE_HALF * abs(of_own)
+            if abs(shift) > limit:
+                by_luck = float(np.std(shifts)) / math.sqrt(shifts.size)
+                limit = max(limit, tol.SHIFT_SIGMAS * by_luck)
         else:
-            shift = float(np.mean(self.error / allowance * sign))
+            shift = _mean(self.error / allowance * sign)
             if own is None:
                 return shift, math.inf
             limit = tol.SHIFT_LIMIT * self.rule.shift_factor
             limit *= tol.length_factor(self.rule.reduction_length)
-            limit += tol.SHIFT_OF_BASELINE * abs(float(np.mean(own / allowance * sign)))
+            limit += tol.SHIFT_OF_BASELINE * abs(_mean(own / allowance * sign))
         if abs(shift) > limit and not self._has_distinct_values():
             return shift, math.inf
         return shift, limit
 
-    def _mean_spacings(self, error: Array, sign: Array) -> float:
-        clamped = np.clip(error / self.spacing, -tol.SHIFT_CLAMP, tol.SHIFT_CLAMP)
-        return float(np.mean(clamped * sign))
+    def _in_spacings(self, error: Array, sign: Array) -> Array:
+        clamped: Array = np.clip(error / self.spacing, -tol.SHIFT_CLAMP, tol.SHIFT_CLAMP)
+        clamped *= sign
+        return clamped
 
     def _has_distinct_values(self) -> bool:
         if self.golden.size < tol.MIN_ELEMENTS:

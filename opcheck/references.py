@@ -20,6 +20,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.arrays import Array, spacing_of
 from opcheck.call_dtypes import (
+    as_number,
     computing_dtype,
     input_dtypes,
     is_inexact,
@@ -28,6 +29,7 @@ from opcheck.call_dtypes import (
     number_tensor,
     real_name,
     rounded_number,
+    rounding_dtype,
 )
 from opcheck.calls import Call, Param
 from opcheck.factors import factor_step
@@ -134,10 +136,7 @@ class Reference:
             return None
         for param, value in call.traits.bound(call.args, call.kwargs):
             numbers = value if isinstance(value, (list, tuple)) else (value,)
-            if param.kind in _NUMBERS and any(
-                type(number) is float and rounded_number(call, number) != number
-                for number in numbers
-            ):
+            if param.kind in _NUMBERS and any(_is_rounded(call, number) for number in numbers):
                 return Reference(
                     call, "float64", self.run, self.seed, self.integers_become_floats,
                     numbers_in_float32=True,
@@ -221,6 +220,9 @@ class Reference:
     def _widen(self, param: Param, tensor: Tensor) -> Tensor:
         if self._keeps_dtype(param):
             return to_host(self.call.before.get(id(tensor), tensor)).clone()
+        number = None if self.numbers_in_float32 else as_number(self.call, tensor)
+        if number is not None:
+            return torch.tensor(number, dtype=torch.float64)
         if param.mutated or self.call.before_groups:  # fresh for each run, which writes to it
             return self._widened_copy(tensor)
         known = self._widened.get(id(tensor))
@@ -256,6 +258,7 @@ class Reference:
         if not is_inexact(dtype) and self.integers_become_floats:
             # the op casts them first and rounds from there on: sinc(3) is pi's rounding alone
             dtype = self.call.out_dtype
+        dtype = rounding_dtype(self.call, dtype)
         is_fixed = self._keeps_dtype(param) or param.name in NOT_MOVED.get(
             self.call.traits.base, ()
         )
@@ -332,6 +335,13 @@ def _golden_is_independent(call: Call) -> bool:
     if inexact:
         return any(is_narrow(dtype) for dtype in inexact)
     return is_narrow(call.out_dtype)
+
+
+def _is_rounded(call: Call, number: Any) -> bool:
+    """The CPU rounds a Python number, or a 0-dim tensor that stands for one, before it computes."""
+    if isinstance(number, Tensor):
+        return as_number(call, number) not in (None, float(number))
+    return type(number) is float and rounded_number(call, number) != number
 
 
 def _makes_floats(call: Call) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opcheck.arrays import Array
+from opcheck.call_dtypes import rounding_dtype
 from opcheck.calls import Call
 from opcheck.compare import Judgement
 from opcheck.golden_rules import argument
@@ -185,7 +186,7 @@ def _judge_terms(call: Call, out: Tensor, name: str, criterion: Criterion) -> Ou
     actual = host_array(out)
     if criterion.name == "allclose":
         return judge_allclose(actual, expected, rule=rule)
-    moved = expected + spread * float(torch.finfo(x.dtype).eps)
+    moved = expected + spread * float(torch.finfo(rounding_dtype(call, x.dtype)).eps)
     return judge_golden(actual, expected, perturbed=lambda _: moved, rule=rule)
 
 

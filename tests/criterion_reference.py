@@ -83,7 +83,16 @@ class Setting:
         self.allowance = self.allowance + ec(dtype) * self.typical
 
     def shift(self, error: Tensor, golden: Tensor) -> float:
-        return abs(float(((error / self.steps).clamp(-8, 8) * golden.sgn()).mean()))
+        return abs(float(self.shifts(error, golden).mean()))
+
+    def shifts(self, error: Tensor, golden: Tensor) -> Tensor:
+        return (error / self.steps).clamp(-8, 8) * golden.sgn()
+
+    def is_shifted(self, error: Tensor, golden: Tensor, limit: float) -> bool:
+        """Beyond the limit, and not by the luck of few elements that differ much."""
+        shifts = self.shifts(error, golden)
+        luck = float(shifts.var(correction=0)) / len(shifts)
+        return float(shifts.mean()) ** 2 > max(limit**2, 25 * luck)
 
 
 def judge_golden(
@@ -112,7 +121,7 @@ def judge_golden(
     if not half or len(got) < 64:
         return ""
     rounded = want.to(dtype).to(torch.float64)
-    if varied(want, dtype) and setting.shift(got - rounded, want) > shift:
+    if varied(want, dtype) and setting.is_shifted(got - rounded, want, shift):
         return "bias"
     return "rmse" if rms(error) > 2 * ratio * max(setting.rounding, 1e-300) else ""
 
@@ -165,8 +174,8 @@ def judge_baseline(
         return "elem"
     if dtype in HALF:
         rounded = want.to(dtype).to(torch.float64)
-        own = setting.shift(ref - rounded, want)
-        if varied(want, dtype) and setting.shift(got - rounded, want) > shift + 2 * own:
+        most = shift + 2 * setting.shift(ref - rounded, want)
+        if varied(want, dtype) and setting.is_shifted(got - rounded, want, most):
             return "bias"
         yardstick = max(rms(ref - want), setting.rounding, 1e-300)
         return "rmse" if len(got) >= 64 and rms(got - want) > ratio * yardstick else ""
