@@ -383,8 +383,8 @@ def session_verdict(coverage: Coverage) -> tuple[Verdict, str]:
     if regions:
         return (
             Verdict.INCONCLUSIVE,
-            f"{regions} compiled regions ran whose kernels cannot be seen one by one;"
-            " compare them with modulecheck",
+            f"{regions} compiled regions or higher-order ops ran whose kernels cannot be seen one"
+            " by one; compare them with modulecheck",
         )
     if not coverage.checked:
         return Verdict.INCONCLUSIVE, "nothing was compared"

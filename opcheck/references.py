@@ -340,7 +340,8 @@ def _golden_is_independent(call: Call) -> bool:
 def _is_rounded(call: Call, number: Any) -> bool:
     """The CPU rounds a Python number, or a 0-dim tensor that stands for one, before it computes."""
     if isinstance(number, Tensor):
-        return as_number(call, number) not in (None, float(number))
+        seen = as_number(call, number)
+        return seen is not None and seen != float(number)
     return type(number) is float and rounded_number(call, number) != number
 
 

@@ -300,7 +300,7 @@ _SKIP_WORDS = {
     SkipReason.NOTHING_TO_COMPARE: "gives no value back",
     SkipReason.OP_RAISED: "the op itself raised",
     SkipReason.INTERRUPTED: "Ctrl-C came before its check was done",
-    SkipReason.INSIDE_COMPILED_REGION: "inside a compiled region",
+    SkipReason.INSIDE_COMPILED_REGION: "inside a compiled region or higher-order op",
     SkipReason.NOT_CHECKABLE: "above max_numel, and no part of it stands alone",
 }
 

@@ -95,6 +95,24 @@ def test_a_tensor_without_dims_is_a_number(name: str, large: bool, tmp_path: Pat
     assert session.verdict is Verdict.PASS, session.report()
 
 
+# ---- a fault of torch ---------------------------------------------------------------------------
+
+
+def sgd(*, fused: bool) -> Tensor:
+    parameter = torch.nn.Parameter(normal(64, dtype=torch.bfloat16))
+    parameter.grad = normal(64, dtype=torch.bfloat16, seed=1)
+    torch.optim.SGD([parameter], lr=0.1, fused=fused).step()
+    return parameter.detach()
+
+
+def test_a_wrong_kernel_of_torch_itself_is_found(tmp_path: Path) -> None:
+    """Fused SGD of 16-bit parameters, in the versions of torch that leave most of them alone."""
+    is_wrong = not torch.allclose(sgd(fused=True), sgd(fused=False), atol=0.02)
+    session = checked(lambda: sgd(fused=True), tmp_path)
+    failed = [record.op for record in session.failures]
+    assert failed == (["aten._fused_sgd_.default"] if is_wrong else [])
+
+
 # ---- correct programs ---------------------------------------------------------------------------
 
 
@@ -184,3 +202,9 @@ def test_a_library_may_name_its_ops_as_it_likes(tmp_path: Path) -> None:
         library._destroy()
     assert len(session.coverage.unchecked_signatures) == len(names)
     assert set(session.coverage.skipped) == {"no_cpu_kernel"}
+
+
+def test_a_graph_inside_of_an_op_is_said_to_be_unseen(tmp_path: Path) -> None:
+    session = checked(lambda: torch.cond(X.sum() > 0, torch.sin, torch.cos, (X,)), tmp_path)
+    assert session.verdict is Verdict.INCONCLUSIVE
+    assert "1 compiled regions or higher-order ops ran" in session.report()
