@@ -23,7 +23,7 @@ from opcheck.sampled import (
     rng_of,
     sample_of,
 )
-from opcheck.slices import Kept, gather_flat, keep, part_of
+from opcheck.slices import Kept, distinct, gather_flat, keep, part_of
 
 __all__ = ["ElementsKept", "elements_before", "judge_elements_of"]
 
@@ -61,7 +61,7 @@ def _stretch(shape: tuple[int, ...], rng: np.random.Generator, count: int) -> Ar
         if 0 <= place < width
     }
     chosen.append((rows[:, None] * width + np.array(sorted(borders))).reshape(-1))
-    return np.unique(np.concatenate(chosen))
+    return distinct(*chosen)
 
 
 def _shapes(call: Call, out: Any = None) -> dict[int, tuple[int, ...]]:
@@ -121,7 +121,7 @@ def judge_elements_of(
         positions = _choose(shapes, rng_of(call, criterion.seed))
         for at, leaf in enumerate(leaves_of(out)):
             if at in positions and isinstance(leaf.value, Tensor):
-                positions[at] = np.union1d(positions[at], find_nonfinite(leaf.value))
+                positions[at] = distinct(positions[at], find_nonfinite(leaf.value))
         kept = None
     else:
         positions, kept = earlier.positions, earlier.kept

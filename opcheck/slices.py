@@ -29,6 +29,7 @@ __all__ = [
     "Pick",
     "Space",
     "cut_with",
+    "distinct",
     "gather_flat",
     "keep",
     "one_in",
@@ -99,13 +100,14 @@ def take(tensor: Tensor, dims: Dims, index: Index) -> Tensor:
         As many dimensions as `tensor`: n slices along the first of `dims`, size 1 along the others.
     """
     plain = tensor.detach()
+    if len(dims) == 1:
+        return _take_along(plain, dims[0], index[0]).to("cpu")
     rest = [dim for dim in range(plain.dim()) if dim not in dims]
     places = tuple(torch.from_numpy(item).to(plain.device) for item in index)
     found = plain.permute(*dims, *rest)[places]
     before = sum(dim < dims[0] for dim in rest)
-    found = found.movedim(0, before)
-    if len(dims) > 1:  # batched LAPACK kernels trust the strides of dimensions of size 1
-        found = found.contiguous()
+    found = found.movedim(0, before).contiguous()
+    # contiguous, as batched LAPACK kernels trust the strides of dimensions of size 1
     for dim in dims[1:]:
         found = found.unsqueeze(dim)
     return found.to("cpu")
@@ -134,20 +136,29 @@ def gather_flat(tensor: Tensor, shape: tuple[int, ...], positions: Array) -> Ten
     return flat[torch.from_numpy(offsets).to(plain.device)].to("cpu")
 
 
+def distinct(*runs: Array) -> Array:
+    """The positions of some runs, each ascending or short, in order and each once.
+
+    `np.unique` hashes whole numbers, which takes fifty times as long.
+    """
+    merged = np.sort(np.concatenate(runs), kind="stable")
+    return merged[np.concatenate([[True], merged[1:] != merged[:-1]])] if merged.size else merged
+
+
 def strata(total: int, count: int, rng: np.random.Generator) -> Array:
     """About `count` of `total` positions: one of each stratum, the first and the last."""
     if total <= count:
         return np.arange(total)
     edges = np.linspace(0, total, count + 1).astype(np.int64)
     chosen = rng.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1))
-    return np.unique(np.concatenate([chosen, [0, total - 1]]))
+    return distinct(chosen, np.array([0, total - 1]))
 
 
 def one_in(total: int, step: int, rng: np.random.Generator) -> Array:
     """One position of each block of `step`, the first and the last."""
     starts = np.arange(0, total, step)
     chosen = rng.integers(starts, np.minimum(starts + step, total))
-    return np.unique(np.concatenate([chosen, [0, total - 1]]))
+    return distinct(chosen, np.array([0, total - 1]))
 
 
 # ---- a part of a call ---------------------------------------------------------------------------
@@ -175,6 +186,15 @@ def keep(call: Call, cut: Cut) -> Kept:
         return value
 
     return Kept({param.name: _torch.tree_map(own, cut(param.name, v)) for param, v in pairs})
+
+
+def _take_along(plain: Tensor, dim: int, index: Array) -> Tensor:
+    places = torch.from_numpy(index).to(plain.device)
+    if dim and plain.is_contiguous():  # takes a third of the time of indexing; otherwise six times
+        return plain.index_select(dim, places)
+    if plain.dim() == 2 and not dim and plain.t().is_contiguous():
+        return plain.t().index_select(1, places).t()
+    return plain.movedim(dim, 0)[places].movedim(0, dim)
 
 
 def part_of(

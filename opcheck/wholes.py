@@ -35,12 +35,13 @@ Terms = tuple[float, float]
 """Sum of the terms, and the square sum of what each moves when its inputs move by themselves."""
 
 
-def _chunks(*tensors: Tensor, into: list[Array] | None = None) -> Iterator[list[Array]]:
+def _chunks(*tensors: Tensor, into: list[Tensor] | None = None) -> Iterator[list[Array]]:
     """Pieces of tensors of one shape, flat and in float64; their strides may differ.
 
     A piece is gone when the next one is asked for: fresh memory for each took a third longer.
     """
-    into = into or [np.empty(min(CHUNK, max(tensors[0].numel(), 1))) for _ in tensors]
+    most = min(CHUNK, max(tensors[0].numel(), 1))
+    into = into or [torch.empty(most, dtype=torch.float64) for _ in tensors]
     first = tensors[0]
     if not first.dim():
         tensors = tuple(tensor.reshape(1) for tensor in tensors)
@@ -52,10 +53,11 @@ def _chunks(*tensors: Tensor, into: list[Array] | None = None) -> Iterator[list[
         return
     step = max(1, CHUNK * tensors[0].shape[0] // max(tensors[0].numel(), 1))
     for start in range(0, tensors[0].shape[0], step):
-        pieces = [host_array(tensor[start : start + step]) for tensor in tensors]
-        for room, piece in zip(into, pieces, strict=True):
-            np.copyto(room[: piece.size].reshape(piece.shape), piece)
-        yield [room[: piece.size] for room, piece in zip(into, pieces, strict=True)]
+        pieces = [tensor[start : start + step].to("cpu") for tensor in tensors]
+        rooms = [room[: piece.numel()] for room, piece in zip(into, pieces, strict=True)]
+        for room, piece in zip(rooms, pieces, strict=True):
+            room.view(piece.shape).copy_(piece)  # NumPy takes twice as long to widen
+        yield [room.numpy() for room in rooms]
 
 
 def _added(call: Call) -> Terms:
