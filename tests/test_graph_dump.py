@@ -127,6 +127,17 @@ def test_folder_that_cannot_be_written_is_said_and_not_raised(
     assert f"Note: graph_dir={str(taken)!r} cannot be written" in capsys.readouterr().out
 
 
+def test_nothing_is_written_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checker = PrecisionChecker(graph_dir=str(tmp_path / "graphs"))
+    model = BlockModel()
+    checker.wrap(model.embed)
+    assert_pass(checker.compare(run_step, model))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_compiled_anew_is_said(tmp_path: Path) -> None:
     model = BlockModel()
     for folder in ("first", "second"):

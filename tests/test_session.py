@@ -175,6 +175,7 @@ def test_budget_is_per_signature(tmp_path):
         torch.exp(X.bfloat16())
     assert session.coverage.checked == 4
     assert session.coverage.skipped[opcheck.SkipReason.BUDGET_USED_UP] == 3
+    assert session.coverage.check_seconds > 0
 
 
 def test_a_large_call_is_skipped_and_does_not_consume_the_budget(tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 import opcheck
 from opcheck import SkipReason, Verdict
+from opcheck.kernel_table import kernels
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 WHOLE = torch.arange(6)
@@ -30,7 +31,8 @@ def session_of(step: Callable[[], object], folder: Path) -> opcheck.Session:
 
 @pytest.fixture
 def library() -> Iterator[None]:
-    """An op of another namespace."""
+    """An op of another namespace, registered after the table of kernels was taken."""
+    kernels()
     made = torch.library.Library("skipped", "FRAGMENT")
     made.define("twice(Tensor x) -> Tensor")
     made.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
@@ -59,6 +61,7 @@ def test_what_computes_and_has_no_judge_is_named(what: str, tmp_path: Path) -> N
     assert coverage.skipped == {reason: coverage.seen}
     assert {item.reason for item in coverage.unchecked_signatures} == {reason}
     assert coverage.signatures_seen == len(coverage.unchecked_signatures) >= 1
+    assert coverage.signatures_checked == 0
     assert session.verdict is Verdict.INCONCLUSIVE
 
 

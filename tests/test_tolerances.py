@@ -46,6 +46,11 @@ def test_dtype_constants_are_those_of_torch(dtype: str) -> None:
         assert rounded.isinf().tolist() == [True, False]
 
 
+def test_documented_tolerances_are_those_of_the_documents() -> None:
+    assert (tolerances.OP_RTOL, tolerances.OP_ATOL, tolerances.HALF_TOLERANCE) == (1e-4, 1e-5, 1e-2)
+    assert (tolerances.MODULE_ATOL, tolerances.MODULE_RTOL) == (1e-4, 1e-3)
+
+
 def test_documented_tolerances_are_widened_for_half_inputs() -> None:
     assert documented_tolerances() == (1e-4, 1e-5)
     assert documented_tolerances(half=True) == (1e-2, 1e-2)

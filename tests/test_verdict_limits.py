@@ -75,11 +75,13 @@ def beside(
 def test_near_results_need_no_sensitivity(dtype: str, limit: float, sign: int) -> None:
     golden = constant(8)
     step = sign * limit * allowance(golden, dtype)
-    assert alone(with_one(golden, WITHIN * step), golden, dtype).stage == "quick"
-    assert alone(with_one(golden, BEYOND * step), golden, dtype).stage == "golden"
-    baseline = golden.astype(np.float32)
-    assert beside(with_one(golden, WITHIN * step), baseline, golden, dtype).stage == "quick"
-    assert beside(with_one(golden, BEYOND * step), baseline, golden, dtype).stage == "golden"
+    near, far = with_one(golden, WITHIN * step), with_one(golden, BEYOND * step)
+    element_limit = {"float32": 32.0, "bfloat16": 6.0}[dtype]
+    for judged in (alone(near, golden, dtype), beside(near, golden, golden, dtype)):
+        assert judged.stage == "quick"
+        assert judged.metrics.q == pytest.approx(WITHIN * limit / element_limit, rel=1e-3)
+    assert alone(far, golden, dtype).stage == "golden"
+    assert beside(far, golden, golden, dtype).stage == "golden"
 
 
 @each_half
@@ -126,7 +128,20 @@ def test_one_element_out(
         assert found.passed == passes
         assert found.metrics.num_out == (0 if passes else 1)
         assert found.metrics.q == pytest.approx(share, rel=1e-3)
-        assert passes or found.why == "elem"
+        if not passes:
+            assert found.why == "elem"
+            allowed = limit * allowance(golden, dtype)
+            assert found.metrics.allowed_at == pytest.approx(allowed, rel=1e-3)
+
+
+def test_what_is_allowed_at_an_element_reaches_to_the_other_result_and_beyond() -> None:
+    golden = constant(8)
+    baseline = with_one(golden, 10 * EPS["bfloat16"])
+    beyond = beside(with_one(golden, 90 * EPS["bfloat16"]), baseline, golden, "bfloat16")
+    behind = beside(with_one(golden, -90 * EPS["bfloat16"]), baseline, golden, "bfloat16")
+    assert beyond.why == behind.why == "elem"
+    more = beyond.metrics.allowed_at - behind.metrics.allowed_at
+    assert more == pytest.approx(10 * EPS["bfloat16"])
 
 
 @each_side
@@ -230,6 +245,19 @@ def test_float32_may_lean_four_times_as_far_as_the_other_result(share: float, pa
     assert (found.passed, found.why) == (passes, "" if passes else "bias")
 
 
+def test_a_lean_that_moved_inputs_explain_passes() -> None:
+    golden = distinct()
+    base = allowance(golden, "float32")
+    actual = golden + 3 * base
+    actual[3] = golden[3] + 9 * base  # else a glance settles it
+    assert beside(actual, golden, golden, "float32").why == "bias"
+    found = judge_baseline(
+        actual, golden, golden=lambda: golden, perturbed=lambda k: golden + 10 * base,
+        rule=Rule(dtype="float32"),
+    )  # fmt: skip
+    assert found.passed
+
+
 @pytest.mark.parametrize(("num_values", "passes"), [(15, True), (31, True), (33, False)])
 def test_a_lean_of_few_different_values_says_nothing(num_values: int, passes: bool) -> None:
     golden = np.resize(distinct()[:num_values], 64)
@@ -294,3 +322,11 @@ def test_equal_results_have_metrics_of_zero() -> None:
     metrics = beside(values.copy(), values, values, "float32").metrics
     assert (metrics.max_abs, metrics.mean_abs, metrics.max_rel, metrics.q) == (0.0, 0.0, 0.0, 0.0)
     assert metrics.allclose
+
+
+def test_equal_infinities_are_in_no_metric() -> None:
+    values = with_one(constant(8), np.inf)
+    found = beside(values.copy(), values, values, "float32")
+    assert found.passed
+    assert not found.finite
+    assert found.metrics.expected_rms == pytest.approx(1.5)
