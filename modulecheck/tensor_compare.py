@@ -186,7 +186,7 @@ def _judge(pair: _Pair, criterion: Criterion, precision: str | None) -> Comparis
     differing = _differing(pair, shared_nan)
     num_differing = int(np.count_nonzero(differing))
     refuse_nan = shared_nan is not None and not criterion.equal_nan
-    passed = outcome.passed and not (refuse_nan and criterion.name != "calibrated")
+    passed = outcome.passed and not refuse_nan
     found = Comparison(
         passed=passed,
         notes=_notes(pair, num_differing, shared_nan),
@@ -337,7 +337,7 @@ def _reason(
     parts.append(f"max_abs {metrics.max_abs:.3e}, max_rel {metrics.max_rel:.3e}")
     if found.max_ulp is not None:
         parts[-1] += f", {found.max_ulp} ulp"
-    if shared_nan is not None and not criterion.equal_nan and criterion.name != "calibrated":
+    if shared_nan is not None and not criterion.equal_nan:
         count = int(np.count_nonzero(shared_nan))
         parts.append(f"besides, {count} elements are NaN on both sides (equal_nan=True accepts)")
     return "; ".join(parts)

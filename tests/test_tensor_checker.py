@@ -471,6 +471,33 @@ def test_a_dtype_that_differs_is_named(checker):
     assert "dtype float64 against float32 in the reference; the values agree" in record.reason
 
 
+PAIRS = {
+    "check_dtype": (torch.ones(3), torch.ones(3, dtype=torch.float64)),
+    "equal_nan": (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])),
+    "atol": (torch.zeros(3), torch.full((3,), 1e-3)),
+    "rtol": (torch.full((3,), 1e3), torch.full((3,), 1001.0)),
+}
+ACCEPTING = {"check_dtype": False, "equal_nan": True, "atol": 2e-3, "rtol": 2e-3}
+OPTIONS = [
+    (method, criterion, option)
+    for method, criterion in (("check_equal", ()), ("check_allclose", ()), ("check", ("equal",)),
+                              ("check", ("allclose",)), ("check", ("calibrated",)))
+    for option in PAIRS
+    if option in ("check_dtype", "equal_nan") or "allclose" in (method[6:], *criterion)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "criterion", "option"), OPTIONS)
+def test_each_option_does_what_it_says(checker, method, criterion, option):
+    for value in PAIRS[option]:
+        checker.register_tensor("t", value)
+    check, accepting = getattr(checker, method), ACCEPTING[option]
+    assert check(*criterion) is (criterion == ("calibrated",))
+    assert check(*criterion, **{option: accepting}) is True
+    if isinstance(accepting, bool):
+        assert check(*criterion, **{option: not accepting}) is False
+
+
 def test_check_dtype_false_compares_values_of_one_kind(checker):
     checker.register_tensor("float", torch.ones(2))
     checker.register_tensor("float", np.ones(2))
