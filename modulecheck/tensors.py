@@ -119,8 +119,9 @@ class TensorChecker(TensorRegistry):
         """Compare by a criterion: "equal", "allclose", or "calibrated".
 
         "calibrated" grants what the rounding of the coarser of two precisions explains; dtypes may
-        differ and NaN at the same place is equal unless told otherwise. A 16-bit tensor makes its whole side, from there
-        on, one of that precision; `precision` (a dtype or its name) says more than tensors do.
+        differ and NaN at the same place is equal unless told otherwise. A 16-bit tensor makes its
+        whole side, from there on, one of that precision; `precision` (a dtype or its name) says
+        more than tensors do.
 
         Raises:
             ArgumentError: an unknown criterion or precision, a tolerance that is negative.
