@@ -13,6 +13,19 @@ from opcheck.records import PHASES
 __all__ = ["Command", "Commands", "build_parser"]
 
 _STATUS_HELP = "Exit status: 0 PASS, 1 FAIL, 2 usage or unreadable log, 3 INCONCLUSIVE."
+_STATUS_OF = {
+    "demo": "Exit status: 0 when it ends as it should: in FAIL, with --clean in PASS.",
+    "diff": "Exit status: 0 PASS, 1 something fails in B that did not in A, 2 usage or unreadable"
+    " log, 3 INCONCLUSIVE.",
+    "export": "Exit status: 0 written, 2 usage or unreadable log.",
+    "run": "Exit status: that of the script where it is not 0, else 0 PASS, 1 FAIL, 2 usage,"
+    " 3 INCONCLUSIVE.",
+    "selftest": "Exit status: that of the script where it is not 0, else 0 all planted faults were"
+    " found, 1 some were missed, 2 usage, 3 nothing could be planted.",
+    "replay": "Exit status: 0 the fault is not there, 1 it is, 2 usage or unreadable file, 3 it"
+    " cannot be told.",
+}
+"""Of the commands whose status says something else than the verdict of a log."""
 
 Command = Callable[[argparse.Namespace], int]
 """From the parsed arguments to the exit status."""
@@ -58,7 +71,7 @@ def _parser_of(parsers: Any, name: str, command: Command, text: str) -> argparse
         name,
         help=text,
         description=text if text.endswith("?") else f"{text}.",
-        epilog=_STATUS_HELP,
+        epilog=_STATUS_OF.get(name, _STATUS_HELP),
         allow_abbrev=False,
     )
     parser.set_defaults(command=command)
@@ -68,8 +81,8 @@ def _parser_of(parsers: Any, name: str, command: Command, text: str) -> argparse
 def _add_filters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", metavar="GLOB", help="aten.add.*, add and add.Tensor all work")
     parser.add_argument("--module", metavar="GLOB", help="with its children; <root> is the root")
-    parser.add_argument("--phase", choices=PHASES)
-    parser.add_argument("--step", type=_count, metavar="N")
+    parser.add_argument("--phase", choices=PHASES, help="calls of this phase")
+    parser.add_argument("--step", type=_count, metavar="N", help="calls of this step")
     parser.add_argument("--run", metavar="ID", help="another run of the log than the last")
 
 
@@ -94,24 +107,24 @@ def _add_review(parsers: Any, command: Command) -> None:
     )
     parser.add_argument("--call", type=_count, metavar="N", help="one call in full")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true")
+    form.add_argument("--json", action="store_true", help="for a program")
     form.add_argument("--markdown", action="store_true", help="for an issue tracker")
 
 
 def _add_diff(parsers: Any, command: Command) -> None:
     parser = _parser_of(parsers, "diff", command, "What fails in run B and did not in run A")
-    parser.add_argument("a", metavar="A")
-    parser.add_argument("b", metavar="B")
+    parser.add_argument("a", metavar="A", help="the log of before, or its folder")
+    parser.add_argument("b", metavar="B", help="the log of after")
     parser.add_argument("--run-a", metavar="ID", help="another run of A than the last")
     parser.add_argument("--run-b", metavar="ID", help="another run of B than the last")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true")
-    form.add_argument("--markdown", action="store_true")
+    form.add_argument("--json", action="store_true", help="for a program")
+    form.add_argument("--markdown", action="store_true", help="for an issue tracker")
 
 
 def _add_merge(parsers: Any, command: Command) -> None:
     parser = _parser_of(parsers, "merge", command, "The logs of several ranks as one")
-    parser.add_argument("logs", metavar="LOG", nargs="+")
+    parser.add_argument("logs", metavar="LOG", nargs="+", help="of one rank each")
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, help="a file that is not there"
     )
@@ -120,8 +133,8 @@ def _add_merge(parsers: Any, command: Command) -> None:
 
 def _add_export(parsers: Any, command: Command) -> None:
     parser = _parser_of(parsers, "export", command, "The records of a run for a spreadsheet")
-    parser.add_argument("log", metavar="LOG")
-    parser.add_argument("--format", choices=("csv",), default="csv")
+    parser.add_argument("log", metavar="LOG", help="a log file or a folder with one")
+    parser.add_argument("--format", choices=("csv",), default="csv", help="default: csv")
     parser.add_argument("-o", "--out", metavar="OUT", help="a file that is not there (else stdout)")
     _add_filters(parser)
 
@@ -131,13 +144,19 @@ def _add_demo(parsers: Any, command: Command) -> None:
         parsers, "demo", command, "A model with a planted fault, and how it is found"
     )
     parser.add_argument("--clean", action="store_true", help="without the fault")
-    parser.add_argument("--log-dir", metavar="DIR", default="logs")
+    _add_log_dir(parser)
+
+
+def _add_log_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-dir", metavar="DIR", default="logs", help="folder of the logs (default: logs)"
+    )
 
 
 def _add_run(parsers: Any, name: str, command: Command, text: str) -> None:
     parser = _parser_of(parsers, name, command, text)
     unset = argparse.SUPPRESS
-    parser.add_argument("--log-dir", metavar="DIR", default="logs")
+    _add_log_dir(parser)
     parser.add_argument("--rtol", type=float, default=unset, help="of allclose (default: 1e-4)")
     parser.add_argument("--atol", type=float, default=unset, help="of allclose (default: 1e-5)")
     parser.add_argument(
@@ -145,11 +164,12 @@ def _add_run(parsers: Any, name: str, command: Command, text: str) -> None:
         help="default: calibrated, unless a tolerance is given",
     )  # fmt: skip
     parser.add_argument(
-        "--max-checks", type=_count_or_all, metavar="N|all", default=unset, help="per signature"
-    )
+        "--max-checks", type=_count_or_all, metavar="N|all", default=unset,
+        help="checks of each signature (default: 10)",
+    )  # fmt: skip
     parser.add_argument(
         "--max-overhead", metavar="SHARE", default=unset,
-        help="time for checking beside the step's own: 50%%",
+        help="time for checking beside the step's own, such as 50%% (default: not bounded)",
     )  # fmt: skip
     parser.add_argument(
         "--max-numel", type=_count, metavar="N", default=unset,
@@ -161,7 +181,7 @@ def _add_run(parsers: Any, name: str, command: Command, text: str) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--workers", type=_count, metavar="N", default=unset,
-        help="threads that check beside the step",
+        help="threads that compute references beside the step (default: 0)",
     )  # fmt: skip
     for name, text in (
         ("--include", "ops to check (repeat for more)"),
@@ -170,7 +190,7 @@ def _add_run(parsers: Any, name: str, command: Command, text: str) -> None:
     ):
         parser.add_argument(name, action="append", metavar="GLOB", default=unset, help=text)
     parser.add_argument(
-        "--start-step", type=_count, metavar="N", default=unset, help="first step, from 0"
+        "--start-step", type=_count, metavar="N", default=unset, help="first step (default: 0)"
     )
     parser.add_argument(
         "--num-steps", type=_count, metavar="N", default=unset, help="steps (default: all)"
@@ -180,8 +200,10 @@ def _add_run(parsers: Any, name: str, command: Command, text: str) -> None:
         ("--repeat", "run kernels twice: do they give the same bits"),
     ):
         parser.add_argument(name, action="store_true", default=unset, help=text)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER)
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
 
 
 def _add_replay(parsers: Any, command: Command) -> None:

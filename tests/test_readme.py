@@ -64,6 +64,16 @@ def run(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_first_screen_shows_what_the_demo_prints(folder):
+    shown = TEXT.partition("```text\n")[2].partition("...\n```")[0]
+    assert TEXT.index(shown) < TEXT.index("\n## ")
+    done = run(folder, "opcheck demo --log-dir demo")
+    assert done.returncode == 0, done.stderr
+    printed = [normalised(line) for line in done.stdout.splitlines()]
+    found = [printed.index(normalised(line)) for line in shown.splitlines() if line]
+    assert found == sorted(found)
+
+
 def test_the_readme_has_commands_to_run():
     assert len(commands()) >= 3
     assert FILES
