@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from opcheck.calls import Call
 from opcheck.equivalents import has_equivalent, nearest_class, spelled_otherwise
+from opcheck.flushing import without_subnormals
 from opcheck.references import Reference, Result, host_array
+from opcheck.snapshots import to_host
 
 __all__ = ["Expected", "Leaf", "is_missing_kernel", "leaves_of", "results_of"]
 
@@ -87,6 +91,20 @@ class Expected:
             return None
         value = golden[number].value
         return None if value is None else host_array(value)
+
+    def flushed_array(self, number: int) -> Any:
+        """As `golden_array`, of inputs with zeros for subnormals; None where there is none."""
+        if self.golden() is None:
+            return None
+        result = self.reference.on(self._flushed)
+        value = self._leaves(result)[number].value
+        return None if value is None else host_array(value)
+
+    def _flushed(self, tensor: Tensor) -> Tensor | None:
+        source = self._call.before.get(id(tensor), tensor)
+        if not source.dtype.is_floating_point:
+            return None
+        return without_subnormals(to_host(source)).to(torch.float64)
 
     def golden_beside(self, number: int, actual: Any, dtype: str) -> Any:
         """As `golden_array`, by the op's other spelling where that alone has the result's class."""

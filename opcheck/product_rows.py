@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opcheck.arrays import Array
 from opcheck.calls import Call
+from opcheck.flushing import nearer
 from opcheck.passes import Scratch, rows_times
 from opcheck.projection import Product
 from opcheck.records import Metrics
@@ -61,6 +62,8 @@ class ExactRows:
         self.golden: Array = np.from_dlpack(golden.to(torch.float64))
         y = product.y.index_select(0, index.to(product.y.device)).to("cpu")
         self.actual = host_array(y)
+        if product.lost:
+            self.actual = nearer(self.actual, self.golden, self.golden, product.lost)
         self.outcome = self._judge(criterion)
 
     def _judge(self, criterion: Criterion) -> Outcome:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from opcheck.arrays import Array
+from opcheck.flushing import nearer
 from opcheck.passes import Blocks, Scratch, float32_is_exact, sums_and_norms, sums_and_rows, times
 from opcheck.tensor_kinds import HALF
 
@@ -65,6 +66,8 @@ class Product:
     """Largest relative error to which float32 inputs may have been rounded first (TF32: 2^-11)."""
     other_hardware: bool = False
     """Not a CPU: accumulators may truncate, and partial sums may be kept in 16 bit."""
+    lost: float = 0.0
+    """What an element may lose in sums that are flushed to zero."""
 
     @property
     def depth(self) -> int:
@@ -162,6 +165,9 @@ def random_signs(count: int, rng: np.random.Generator, dtype: torch.dtype) -> Te
     return torch.from_numpy(values).to(dtype)
 
 
+_LARGEST_SIGN = 1.5
+
+
 # ---- the residual -------------------------------------------------------------------------------
 
 
@@ -196,8 +202,11 @@ def project(
         of_added, added_norms = sums_and_norms(one, blocks, scratch)
         expected = expected + product.beta * _array(of_added)
         square = square + product.beta**2 * np.square(_array(added_norms))
+    actual = _array(of_y)
+    if product.lost:  # of so many elements, times their factors
+        actual = nearer(actual, expected, expected, _LARGEST_SIGN * width * product.lost)
     residual = residual_of(
-        _array(of_y), expected, square,
+        actual, expected, square,
         inputs=lambda rows: product.alpha**2 * _input_squares(product, rows, blocks, scratch),
         dtype=product.y.dtype, input_dtype=product.a.dtype, depth=product.depth,
         factor_step=product.factor_step, other_hardware=product.other_hardware, block=width,

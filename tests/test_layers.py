@@ -79,6 +79,7 @@ LAYERS = {
             "logrecords",
             "measures",
             "planting",
+            "flushing",
             "references",
             "vectors",
         },
