@@ -61,6 +61,7 @@ __all__ = [
     "fsdp_state_of",
     "get_cpp_compiler",
     "graph_task_id",
+    "has_saved_tensors_hooks",
     "in_region",
     "inductor_config",
     "input_codes",
@@ -120,6 +121,9 @@ schema_of: Callable[[Any], Any] = _door.getter("torch.ops.aten.add.Tensor._schem
 """Of an overload."""
 _sequence_nr = _door.getter("torch.autograd.graph.Node._sequence_nr")
 _will_run: Callable[[Any], bool] = _door.need("torch._C._will_engine_execute_node")
+_saved_tensors_hooks: Callable[[bool], Any] = _door.need(
+    "torch._C._autograd._top_saved_tensors_default_hooks"
+)
 _engine: Any = _door.need("torch.autograd.Variable._execution_engine")
 
 
@@ -150,6 +154,11 @@ def runs_in_this_backward(node: Any) -> bool:
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Run `function` when the backward that is running ends, before the caller goes on."""
     _engine.queue_callback(function)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """True where somebody has hooks on what autograd saves, as checkpoints and offloading do."""
+    return _saved_tensors_hooks(True) is not None  # noqa: FBT003 - takes no keyword
 
 
 def is_mutable(target: Any) -> bool | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
+from modulecheck.outer_state import MAX_VALUES, OuterState, parts
 
 __all__ = ["Attributes", "attribute_tensors"]
 
 CopyAll = Callable[[list[Tensor]], list[Tensor]]
-
-MAX_VALUES = 1000
-"""An object from which more values are reached is a vocabulary, or the program around the module,
-and no state of its forward."""
 
 _OF_TORCH = (frozenset(nn.Module().__dict__) - {"training"}) | {_torch.COMPILED_CALL, "forward"}
 _ATOMS = (
@@ -46,15 +42,25 @@ class Attributes:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     owned: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """Parameters and buffers that stand among the values, by id, with their names."""
+    outer: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that the code of the module keeps outside of it; no copies."""
 
     @classmethod
-    def take(cls, module: nn.Module, buffers: Mapping[str, Tensor], copies: CopyAll) -> Attributes:
+    def take(
+        cls,
+        module: nn.Module,
+        buffers: Mapping[str, Tensor],
+        copies: CopyAll,
+        *,
+        outer: OuterState | None = None,
+    ) -> Attributes:
         """Copy what the submodules have.
 
         Args:
             module: the module.
             buffers: copies of its buffers, by name.
             copies: copies tensors.
+            outer: what its code keeps outside of it.
         """
         memo: dict[int, Any] = {}
         owned: dict[int, tuple[Tensor, str]] = {}
@@ -62,7 +68,8 @@ class Attributes:
             twin = memo[id(item)] = buffers.get(name, item)
             owned[id(twin)] = twin, name
         values = {path: _own(item) for path, item in module.named_modules()}
-        return cls(_twins(values, memo, copies), owned)
+        held = {} if outer is None else _outer_tensors(module, outer)
+        return cls(_twins(values, memo, copies), owned, held)
 
     def put(self, module: nn.Module, state: Mapping[str, Tensor], copies: CopyAll) -> None:
         """Give the module copies of them; who calls puts the module's own back.
@@ -86,17 +93,18 @@ class Attributes:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are neither parameters nor buffers, by dotted name."""
-        return _named(self.values, self.owned)
+        return {**self.outer, **_named(self.values, self.owned)}
 
     def all_tensors(self) -> list[Tensor]:
-        """The same, each once."""
-        return list({id(item): item for item in self.tensors().values()}.values())
+        """The module's own, each once."""
+        own = _named(self.values, self.owned).values()
+        return list({id(item): item for item in own}.values())
 
 
 def attribute_tensors(
     module: nn.Module, state: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Tensors in plain attributes as they are now, by dotted name.
+    """Tensors in plain attributes, and outside of the module, as they are now, by dotted name.
 
     Args:
         module: the module.
@@ -105,13 +113,23 @@ def attribute_tensors(
     owned = {id(item) for item in (*module.parameters(), *module.buffers())}
     owned.update(id(item) for item in (state or {}).values())
     values = {path: _own(item) for path, item in module.named_modules()}
-    return _named(
+    held = _named(
         {
             path: {name: _Left if _reached(value) is None else value for name, value in own.items()}
             for path, own in values.items()
         },
         owned,
     )
+    return {**_outer_tensors(module, OuterState.of(module.modules())), **held}
+
+
+def _outer_tensors(module: nn.Module, outer: OuterState) -> dict[str, Tensor]:
+    """A module may hold by attribute what its code reaches as a global too."""
+    named = outer.tensors()
+    if not named:
+        return {}
+    owned = {id(item) for item in (*module.parameters(), *module.buffers())}
+    return {name: tensor for name, tensor in named.items() if id(tensor) not in owned}
 
 
 def _named(values: Mapping[str, Mapping[str, Any]], owned: Any) -> dict[str, Tensor]:
@@ -175,13 +193,5 @@ def _reached(value: Any) -> list[Any] | None:
         elif isinstance(item, _AROUND) or callable(item):
             return None
         else:
-            todo += _parts(item)
+            todo += parts(item)
     return found
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from value
-    yield from getattr(value, "__dict__", {}).values()

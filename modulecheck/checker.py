@@ -25,7 +25,7 @@ from modulecheck.remarks import Settings
 from modulecheck.results import CompareResult
 from modulecheck.selection import Selection
 from modulecheck.sidechannel import TIMEOUT_S
-from modulecheck.sides import as_float
+from modulecheck.sides import as_float, refuse_without_values
 from modulecheck.single_pass import SinglePass
 from modulecheck.two_pass import TwoPass
 from opcheck import tolerances as tol
@@ -272,7 +272,8 @@ class PrecisionChecker:
         model, to optimizers and to the model's inputs is undone.
 
         Raises:
-            ArgumentError: single_pass is False and the model cannot be copied.
+            ArgumentError: single_pass is False and the model cannot be copied, or has parameters
+                without values.
             Whatever `run_step` raises.
         """
         a_function("run_step", run_step)
@@ -286,6 +287,7 @@ class PrecisionChecker:
         self, run_step: Callable[[nn.Module], Any], model: nn.Module
     ) -> CompareResult:
         require_backend(self.backend, model)
+        refuse_without_values(model)
         run = TwoPass(self._selection.plan(model), self._settings(), model)
         run.run(run_step)
         result = self._result(run)

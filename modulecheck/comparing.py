@@ -18,7 +18,7 @@ from modulecheck.goldens import Goldens, Key, array_of, results_of
 from modulecheck.pairing import Item, Pairs
 from modulecheck.recording import Recorder
 from modulecheck.region_gradients import RegionGradients
-from modulecheck.replay import Replayed, Snapshot, arguments
+from modulecheck.replay import Replayed, Snapshot, arguments, replay
 from modulecheck.results import ModuleDiff, TensorDiff
 from modulecheck.sidechannel import Agreement
 from modulecheck.undisturbed import user_hooks
@@ -210,6 +210,15 @@ class ModuleCall:
         self._settle([], [])
         self.close("")
 
+    def cut_short(self) -> None:
+        """No backward that has reached this call has ended: judge what is left."""
+        if self.closed:
+            return
+        if self.region is not None and self.region.fired:
+            self.open_because("its backward was cut short, so its gradients were not compared")
+        self._settle([], [])
+        self.close("")
+
     # ---- judging ----
 
     def _settle(self, sources: list[Key], grads: list[Tensor]) -> None:
@@ -222,11 +231,17 @@ class ModuleCall:
             if self.agreement is not None:
                 goldens.run_all()
             self._pairs.judge(goldens)
+            if self.agreement is None and self._pairs.in_doubt:
+                self._pairs.doubt(self._given_again(self.snapshot))
         for item in self._pairs.failed:
             if item.result is not None:
                 item.result = self._reconsidered(item, item.result)
         self._record(sources, grads)
         self._pairs.release()
+
+    def _given_again(self, snapshot: Snapshot) -> Mapping[Key, Tensor]:
+        """What eager gives when it runs once more on the same."""
+        return results_of(replay(self.module, snapshot))
 
     def _needs_goldens(self) -> bool:
         """Something is not settled here, or on a rank that cannot run the module alone."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from modulecheck import _torch, trees
+from modulecheck.outer_state import OuterState
 from modulecheck.snapshot import RandomState
 from opcheck.exits import uncut
 from opcheck.golden import CannotRunAgainError, contents_kept
@@ -109,6 +110,7 @@ class Keeper:
         self._model = model
         self._state = _Tensors([*model.parameters(), *model.buffers()])
         self._random = RandomState.now()
+        self._outer = OuterState.of(model.modules())
         self._stack = contextlib.ExitStack()
         self._beside = _Tensors([])
         self._optimizers: list[Optimizer] = []
@@ -135,6 +137,7 @@ class Keeper:
         with _torch.no_modes():
             self._state.restore()
             self._beside.restore()
+        self._outer.put_back()
         self._random.restore()
 
     def hold(self, values: Any) -> None:

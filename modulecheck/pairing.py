@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,6 +31,10 @@ GRADIENTS = ("grad_input", "grad_output", "param_grads")
 UNKNOWN = Documented(float("nan"), float("nan"), float("nan"), allclose=False)
 """The documented numbers where two sides cannot be subtracted."""
 
+NOT_REPEATABLE = (
+    "eager gives something else each time it runs on the same: state outside of the module (an"
+    " iterator, a file, a global), or kernels that do not repeat themselves"
+)
 _NOISE = 8.0
 """A gradient whose rms is below this many eps of the largest gradient of its call is taken for
 rounding noise: a float64 run that disagrees with it says nothing."""
@@ -165,6 +169,12 @@ class Pairs:
 
     def outputs(self, output: Any, eager_output: Any) -> None:
         """Everything that the call returned."""
+        if trees.holds_iterator(output) or trees.holds_iterator(eager_output):
+            item = Item("fwd_output", ("output", "iterator"), "iterator", (), "")
+            reason = "the output is or holds an iterator, which the step alone may read"
+            item.result = Compared(verdict=Verdict.INCONCLUSIVE, reason=reason, documented=UNKNOWN)
+            self.items.append(item)
+            return
         problem = trees.differing_structure(output, eager_output)
         if problem:
             self.differs("fwd_output", ("output", "structure"), "structure", problem)
@@ -314,6 +324,42 @@ class Pairs:
             self._judge(item, judge, kinks=False)
         if kinks and self._forward_passed():
             self._look_for_kinks(chosen, judge)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Something is wrong, or right only because eager is far off."""
+        return any(self._in_doubt())
+
+    def _in_doubt(self) -> Iterator[Item]:
+        for item in self.items:
+            judged = item.result
+            if (
+                item.eager is not None
+                and judged is not None
+                and judged.verdict != (Verdict.INCONCLUSIVE)
+                and (judged.strained or judged.verdict == Verdict.FAIL)
+            ):
+                yield item
+
+    def doubt(self, again: Mapping[Key, Tensor]) -> None:
+        """Where eager gives something else on the same inputs, nothing can be held against it."""
+        pairs = [(item, again.get(item.key)) for item in self.items if item.kind in FORWARD]
+        differs = any(
+            item.eager is not None and now is not None and not self._same(item, array_of(now))
+            for item, now in pairs
+        )
+        if not differs:
+            return
+        for item in list(self._in_doubt()):
+            item.result = Compared(
+                verdict=Verdict.INCONCLUSIVE, reason=NOT_REPEATABLE,
+                documented=item.result.documented if item.result else UNKNOWN,
+            )  # fmt: skip
+
+    def _same(self, item: Item, again: Array) -> bool:
+        if item.eager is None or item.eager.shape != again.shape:
+            return False
+        return quick(again, item.eager, item.dtype, self.rule).settled
 
     def _look_for_kinks(self, items: list[Item], judge: Judge) -> None:
         """A gradient may jump where the forward does not: judge those that are out once more."""

@@ -100,7 +100,7 @@ class RecordedCall:
                 kind=f"{kind.__module__}:{kind.__qualname__}",
                 module=module,
                 index=index,
-                snapshot=snapshot,
+                snapshot=snapshot.to_keep(),
                 parameters={key: _copy(item) for key, item in module.named_parameters()},
                 training={key: item.training for key, item in module.named_modules()},
                 sources=tuple(sources),

@@ -171,6 +171,10 @@ def widened(tensor: Tensor, name: str) -> Tensor:
     return tensor.detach().to(wider(tensor.dtype), copy=True)
 
 
+def _as_is(saved: Tensor) -> Tensor:
+    return saved
+
+
 @contextlib.contextmanager
 def _running(*, compiled: bool = False) -> Iterator[None]:
     """Reference work: the generators are put back, dispatch modes and checkpoint hooks are out."""
@@ -182,9 +186,8 @@ def _running(*, compiled: bool = False) -> Iterator[None]:
             if not compiled:  # a mode turns compile off, and hooks make it another graph
                 if not _now.together:
                     stack.enter_context(no_collectives())
-                stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
-                )
+                if _torch.has_saved_tensors_hooks():  # torch.func.grad refuses any
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is))
             yield
     finally:
         _now.depth = depth
@@ -256,7 +259,7 @@ def replay(
         holder = _Holder(module, modes, through, {**parameters, **buffers})
         state = {f"inner.{name}": item for name, item in parameters.items()}
         snapshot.random.restore()
-        with undisturbed(module):
+        with undisturbed(module), snapshot.outer.again():
             put_buffers(module, buffers, snapshot.unset)
             snapshot.attributes.put(module, {**parameters, **buffers}, _held_copies(convert))
             output = torch.func.functional_call(holder, state, args, kwargs)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from modulecheck import _torch, trees
 from modulecheck.attributes import attribute_tensors
@@ -30,7 +32,16 @@ from modulecheck.selection import Target
 from modulecheck.snapshot import Snapshot, arguments, copied_together
 from opcheck.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["ModelCopyError", "Side", "SideCall", "as_float", "copied", "run_side", "twins_of"]
+__all__ = [
+    "ModelCopyError",
+    "Side",
+    "SideCall",
+    "as_float",
+    "copied",
+    "refuse_without_values",
+    "run_side",
+    "twins_of",
+]
 
 Array = npt.NDArray[Any]
 RunStep = Callable[[nn.Module], Any]
@@ -64,6 +75,22 @@ def copied(model: nn.Module) -> nn.Module:
         if theirs.grad is not None:
             mine.grad = theirs.grad.detach().clone()
     return twin
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """A copy needs something to copy.
+
+    Raises:
+        ArgumentError: a parameter or buffer has no values, or no shape yet.
+    """
+    for name, item in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(item):
+            raise ArgumentError(
+                f"model: {name} is lazy and gets its shape in the first call: run a batch through"
+                " the model before compare()"
+            )
+        if item.is_meta:
+            raise ArgumentError(f"model: {name} is on the meta device and has no values")
 
 
 def twins_of(targets: Sequence[Target], model: nn.Module, twin: nn.Module) -> list[Target]:
@@ -224,11 +251,18 @@ class _Recorder:
     def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
         calls = self._side.calls.setdefault(name, [])
         self._versions[name] = _versions(module)
+        running = threading.local()
 
         def around(run: Any, args: Any, kwargs: Any) -> Any:
+            if getattr(running, "outer", False):  # it calls itself: compiled, that is one call
+                return run(*args, **kwargs)
             call = self._before(name, module, args, kwargs)
-            with self._log.call(name, module) as found:
-                output = run(*args, **kwargs)
+            running.outer = True
+            try:
+                with self._log.call(name, module) as found:
+                    output = run(*args, **kwargs)
+            finally:
+                running.outer = False
             if call is not None:
                 call.compiled = found
                 self._after(name, module, call, output)

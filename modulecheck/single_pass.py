@@ -37,6 +37,7 @@ from modulecheck.replay import Replayed, Snapshot, replay, together
 from modulecheck.results import ModuleDiff, merged
 from modulecheck.selection import Plan
 from modulecheck.sidechannel import Agreement, SideChannel
+from modulecheck.snapshot import NotComparableError
 from modulecheck.watching import num_ops
 from opcheck.exits import uncut
 
@@ -63,7 +64,8 @@ class SinglePass:
         self._boundaries: list[Boundary] = []
         self._stack = contextlib.ExitStack()
         self._watched: list[_Watched] = []
-        self._in_backward: list[ModuleCall] = []
+        self._in_backward: dict[int, list[ModuleCall]] = {}
+        """By backward: one may run inside of another, and one that raised has no end."""
         self._log = CompileLog()
         self._graphs = GraphDump(settings.graph_dir)
         self._recorder = Recorder(
@@ -116,7 +118,7 @@ class SinglePass:
         """Judge what no backward has reached."""
         for watched in self._watched:
             for call in watched.calls:
-                self._guarded(call, call.finish)
+                self._guarded(call, call.cut_short)
 
     def forget(self) -> None:
         """Drop the calls of this step."""
@@ -153,7 +155,7 @@ class SinglePass:
         try:
             with together(agreed=call.agreement is not None):
                 work()
-        except CollectiveError as error:
+        except (CollectiveError, NotComparableError) as error:
             call.open_because(str(error))
             call.close("")
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
@@ -235,16 +237,18 @@ class SinglePass:
     # ---- backward ----
 
     def _reached(self, call: ModuleCall) -> None:
-        self._in_backward.append(call)
         self.backward_order.setdefault(call.name)
-        _torch.queue_after_backward(self._backward_ends)
+        backward = _torch.graph_task_id()
+        if backward not in self._in_backward:
+            self._in_backward[backward] = []
+            _torch.queue_after_backward(lambda: self._backward_ends(backward))
+        self._in_backward[backward].append(call)
 
     def _done(self, call: ModuleCall) -> None:
         self._guarded(call, call.compare_backward)
 
-    def _backward_ends(self) -> None:
-        calls, self._in_backward = self._in_backward, []
-        for call in calls:
+    def _backward_ends(self, backward: int) -> None:
+        for call in self._in_backward.pop(backward, []):
             self._guarded(call, call.compare_backward)
 
     # ---- results ----

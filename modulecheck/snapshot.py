@@ -9,13 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from modulecheck import trees
 from modulecheck.attributes import Attributes
 from modulecheck.buffers import all_buffers, copied_buffers, unset_buffers
+from modulecheck.outer_state import OuterState
 from modulecheck.versions import Version, own_versions
 
-__all__ = ["Autocast", "RandomState", "Snapshot", "arguments", "copied_together"]
+__all__ = [
+    "Autocast",
+    "NotComparableError",
+    "RandomState",
+    "Snapshot",
+    "arguments",
+    "copied_together",
+]
+
+
+class NotComparableError(Exception):
+    """A call that cannot be run a second time; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,8 @@ class Snapshot:
     """Buffers that are registered without a tensor; None: that is not known."""
     attributes: Attributes = field(default_factory=Attributes)
     """What the module keeps beside parameters and buffers; is not in a file."""
+    outer: OuterState = field(default_factory=OuterState)
+    """What its code keeps outside of it; is not in a file."""
 
     @classmethod
     def take(
@@ -95,12 +110,15 @@ class Snapshot:
         """Copy what the call is about to get.
 
         Raises:
+            NotComparableError: it would not be the same call.
             Whatever copying an input raises.
         """
+        _refuse(module, args, kwargs)
         originals = trees.tensors((args, kwargs))
         copies = dict(zip(map(id, originals), copied_together(originals), strict=True))
         args, kwargs = trees.rebuilt((args, kwargs), lambda tensor: copies[id(tensor)], fresh=True)
         buffers = copied_buffers(all_buffers(module), copied_together)
+        outer = OuterState.of(module.modules())
         return cls(
             args=args,
             kwargs=kwargs,
@@ -113,12 +131,18 @@ class Snapshot:
             inference=torch.is_inference_mode_enabled(),
             cast_dtype=cast_dtype,
             unset=unset_buffers(module),
-            attributes=Attributes.take(module, buffers, _with_gradient),
+            attributes=Attributes.take(module, buffers, _with_gradient, outer=outer),
+            outer=outer,
         )
 
     def on(self, module: nn.Module) -> Snapshot:
         """The same call of another copy of the module, whose parameters have the same values."""
         return replace(self, parameter_versions=own_versions(module))
+
+    def to_keep(self) -> Snapshot:
+        """The same call, without holding on to what is not its own."""
+        own = replace(self.attributes, outer={})
+        return replace(self, outer=self.outer.forgotten(), attributes=own)
 
     def autocast_dtype(self) -> str:
         """The name of the dtype that autocast computes in, "" without autocast."""
@@ -136,6 +160,23 @@ class Snapshot:
         return now.keys() != then.keys() or any(
             now[name] is not version.tensor for name, version in then.items()
         )
+
+
+def _refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
+    for name, item in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(item):
+            raise NotComparableError(
+                f"lazy: {name} gets its shape in this call; run a batch through the model before"
+                " the step that is checked"
+            )
+        if item.is_meta:
+            raise NotComparableError(f"meta: {name} is on the meta device and has no values")
+    for name, value in arguments(args, kwargs).items():
+        if trees.holds_iterator(value):
+            raise NotComparableError(
+                f"iterator: argument {name} is or holds one, which can be read only once; give a"
+                " list or a tuple"
+            )
 
 
 def _with_gradient(tensors: list[Tensor]) -> list[Tensor]:

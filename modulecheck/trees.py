@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["differing_structure", "named_tensors", "rebuilt", "tensors"]
+__all__ = ["differing_structure", "holds_iterator", "named_tensors", "rebuilt", "tensors"]
 
 Named = tuple[str, Tensor]
 
@@ -42,6 +42,16 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]] | None:
         return None
     held = getattr(value, "__dict__", None)
     return None if held is None else ((str(key), item) for key, item in held.items())
+
+
+def holds_iterator(value: Any, depth: int = 0) -> bool:
+    """True for a generator, a `map`, an open file and the like, and for containers of them."""
+    if isinstance(value, Iterator):
+        return True
+    children = None if isinstance(value, (Tensor, _PLAIN)) else _children(value)
+    if children is None or depth > _MAX_DEPTH:
+        return False
+    return any(holds_iterator(item, depth + 1) for _, item in children)
 
 
 def named_tensors(

@@ -181,6 +181,7 @@ LAYERS = {
             "trial",
             "undisturbed",
         },
+        {"outer_state"},
         {
             "attributes",
             "buffers",

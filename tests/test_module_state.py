@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from modulecheck import PrecisionChecker
-from modulecheck.attributes import MAX_VALUES, Attributes
+from modulecheck.attributes import Attributes
+from modulecheck.outer_state import MAX_VALUES
 from opcheck.records import Verdict
 from tests.compiled import DYNAMO_WARNS
 

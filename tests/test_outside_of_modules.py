@@ -1,0 +1,243 @@
+"""What a forward keeps outside of its module: globals, class attributes, closures, iterators."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from modulecheck import PrecisionChecker
+from modulecheck.outer_state import OuterState
+from opcheck import Verdict
+from tests.compiled import (
+    DYNAMO_WARNS,
+    Block,
+    Kind,
+    add_to_one,
+    assert_pass,
+    checked_step,
+    explain,
+    mark,
+    plain_step,
+    stack,
+    wrong_backend,
+)
+from tests.step_equality import differences
+
+pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
+
+CALLS = 0
+LOSSES: list[Tensor] = []
+STATS: dict[str, Any] = {}
+SETTINGS = types.SimpleNamespace(calls=0, seen=collections.deque(maxlen=3))
+
+
+class InGlobal(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return super().forward(hidden) * CALLS
+
+
+class InGlobalList(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        LOSSES.append(hidden.square().mean())
+        return hidden
+
+
+def note(value: int) -> int:
+    STATS["calls"] = STATS.get("calls", 0) + value
+    return STATS["calls"]
+
+
+class InHelper(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * note(1)
+
+
+class InObject(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        SETTINGS.calls += 1
+        SETTINGS.seen.append(SETTINGS.calls)
+        return super().forward(hidden) * SETTINGS.calls
+
+
+class InClass(Block):
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(hidden) * InClass.calls
+
+
+class Store:
+    losses: list[Tensor] = []  # noqa: RUF012 - that is the point
+
+    @classmethod
+    def add(cls, loss: Tensor) -> None:
+        cls.losses.append(loss)
+
+
+class InStore(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        Store.add(hidden.square().mean())
+        return hidden
+
+
+def in_closure() -> type[Block]:
+    calls, seen = 0, []
+
+    class InClosure(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            seen.append(calls)
+            return super().forward(hidden) * len(seen) * calls
+
+        @staticmethod
+        def reset() -> None:
+            nonlocal calls
+            calls = 0
+            seen.clear()
+
+    return InClosure
+
+
+def start(kind: type[Block]) -> None:
+    global CALLS
+    CALLS = 0
+    for container in (LOSSES, STATS, SETTINGS.seen, Store.losses):
+        container.clear()
+    SETTINGS.calls = InClass.calls = 0
+    getattr(kind, "reset", lambda: None)()
+
+
+def outside() -> dict[str, Any]:
+    """What is there now."""
+    return {
+        "global": CALLS,
+        "losses": [float(loss.detach()) for loss in LOSSES],
+        "stats": dict(STATS),
+        "object": (SETTINGS.calls, list(SETTINGS.seen)),
+        "class": InClass.calls,
+        "store": [float(loss.detach()) for loss in Store.losses],
+    }
+
+
+def step_with_losses(workload: Any) -> Tensor:
+    """The loss has a term from each block, as that of a mixture of experts."""
+    workload.model.zero_grad()
+    loss = workload.loss()
+    for own in [*LOSSES, *Store.losses]:
+        loss = loss + 0.1 * own
+    loss.backward()
+    return loss.detach()
+
+
+KINDS = [InGlobal, InGlobalList, InHelper, InObject, InClass, InStore, in_closure()]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_a_forward_that_writes_outside_is_compared_and_writes_once(kind: type[Block]) -> None:
+    start(kind)
+    expected = plain_step(stack(Kind(kind)), kind, "aot_eager", step=step_with_losses)
+    there = outside()
+    start(kind)
+    result, actual = checked_step(stack(Kind(kind)), kind, step=step_with_losses)
+    assert outside() == there
+    assert not differences(expected, actual)
+    assert_pass(result)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_a_fault_in_such_a_forward_is_found(kind: type[Block]) -> None:
+    start(kind)
+    workload = stack(Kind(kind))
+    mark(workload.model)
+    backend = wrong_backend(forward=add_to_one(0.01))
+    result, _ = checked_step(workload, kind, backend, step=step_with_losses)
+    assert result.suspects == [("blocks.1", "forward")], explain(result)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_copies_begin_with_what_was_there(wrong: bool) -> None:
+    start(InClass)
+    workload = stack(Kind(InClass))
+    mark(workload.model)
+    backend = wrong_backend(forward=add_to_one(0.01)) if wrong else "aot_eager"
+    checker = PrecisionChecker(backend=backend, single_pass=False)
+    checker.wrap_by_policy(workload.model, InClass)
+    result = checker.compare(lambda model: workload.loss_fn(model, workload.batch), workload.model)
+    assert InClass.calls == 0
+    if wrong:
+        assert result.suspects == [("blocks.1", "forward")], explain(result)
+    else:
+        assert_pass(result)
+
+
+# ---- what cannot be put back --------------------------------------------------------------------
+
+
+class FromIterator(Block):
+    def __init__(self, steps: Iterator[int]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return hidden + self.draw()
+
+    @torch.compiler.disable
+    def draw(self) -> int:
+        return next(self.steps)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01, 5.0])
+def test_a_module_that_gives_something_else_each_time_gets_no_verdict(error: float) -> None:
+    workload = stack(Kind(lambda: FromIterator(i for i in range(1000))))
+    mark(workload.model)
+    backend = wrong_backend(forward=add_to_one(error)) if error else "aot_eager"
+    result, _ = checked_step(workload, FromIterator, backend)
+    assert result.verdict == Verdict.INCONCLUSIVE, explain(result)
+    assert "something else each time" in explain(result)
+
+
+# ---- what is reached ----------------------------------------------------------------------------
+
+
+def test_bindings_and_contents_are_put_back_in_place() -> None:
+    start(InGlobal)
+    seen, stats = SETTINGS.seen, STATS
+    state = OuterState.of([InGlobal(), InHelper(), InObject(), InClass(), InStore()])
+    before = outside()
+    for kind in (InGlobal, InHelper, InObject, InClass, InStore):
+        kind()(torch.ones(2, 16))
+    assert outside() != before
+    state.put_back()
+    assert outside() == before
+    assert SETTINGS.seen is seen
+    assert STATS is stats
+
+
+def test_a_vocabulary_is_left_alone_and_torch_is_not_looked_into() -> None:
+    words = {str(number): number for number in range(10_000)}
+    count = itertools.count()
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            words["new"] = next(count)
+            return torch.relu(x)
+
+    state = OuterState.of([Looks(), nn.TransformerEncoderLayer(8, 2)])
+    Looks()(torch.ones(1))
+    state.put_back()
+    assert words["new"] == 0
+    assert state.num_places < 20
