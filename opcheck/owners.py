@@ -92,8 +92,10 @@ class Owners:
         if place is None:
             return None
         module, name, fqn = place[0](), place[1], place[2]
-        is_there = module is not None and _torch.own_parameters(module).get(name) is tensor
-        return fqn if is_there else None
+        if module is None:
+            return None
+        own = _torch.own_parameters(module)  # of TorchScript no dict, but it knows what it holds
+        return fqn if name in own and own[name] is tensor else None
 
     def _learn_all(self, optimizer: Any = None) -> None:
         parameters = self._parameters = {}

@@ -208,3 +208,22 @@ def test_a_graph_inside_of_an_op_is_said_to_be_unseen(tmp_path: Path) -> None:
     session = checked(lambda: torch.cond(X.sum() > 0, torch.sin, torch.cos, (X,)), tmp_path)
     assert session.verdict is Verdict.INCONCLUSIVE
     assert "1 compiled regions or higher-order ops ran" in session.report()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch would rather that nobody scripts
+@pytest.mark.parametrize("scripted", [True, False], ids=["scripted", "traced"])
+def test_a_torchscript_module_trains(scripted: bool, tmp_path: Path) -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    model = torch.jit.script(plain) if scripted else torch.jit.trace(plain, normal(3, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        model(normal(3, 8)).square().mean().backward()
+        optimizer.step()
+
+    with opcheck.check(model, log_dir=tmp_path, quiet=True) as session:
+        step()
+        step()
+    assert session.verdict is Verdict.PASS, session.report()
+    in_optimizer = {item.module for item in session.records if item.phase == "optimizer"}
+    assert in_optimizer == {"0", "2"}
