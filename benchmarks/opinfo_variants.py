@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251 - looks from outside
 
+from benchmarks.alarms import ARMS, Alarm, Tally, print_tally
 from benchmarks.correct_kernels import VARIANTS, Variant
 from benchmarks.more_calls import long_sums, numbers
 from benchmarks.opinfo_sweep import Case, cases_of, op_infos
@@ -49,10 +50,9 @@ from opcheck.snapshots import snapshot
 from opcheck.tensor_kinds import is_plain_tensor
 from opcheck.tolerances import documented_tolerances
 
-__all__ = ["NAMED", "Alarm", "Options", "Tally", "sweep", "sweep_more"]
+__all__ = ["NAMED", "Options", "sweep", "sweep_more"]
 
 DEFAULT_DTYPES = ("float32", "bfloat16", "float16", "complex64")
-ARMS = ("beside the CPU kernel", "float64 alone")
 _MOST_RESULTS = 4
 """Results of one variant that are judged, of one call."""
 
@@ -84,41 +84,6 @@ NAMED: dict[tuple[str, str], str] = {
     ),
 }
 """(variant, op) -> why a FAIL is right there: not a correct kernel, with what was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """A correct result that was called wrong."""
-
-    variant: str
-    arm: str
-    op: str
-    dtype: str
-    entry: str
-    q: float
-    reason: str
-
-
-@dataclass
-class Tally:
-    """What came of a sweep."""
-
-    calls: int = 0
-    ops: set[str] = field(default_factory=set)
-    judged: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(variant, arm) -> results judged."""
-    differ: Counter[str] = field(default_factory=Counter)
-    """Variant -> of these beside the CPU kernel, those that have other bits than it."""
-    skipped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(variant or "", reason) -> calls."""
-    alarms: list[Alarm] = field(default_factory=list)
-    named: list[Alarm] = field(default_factory=list)
-    tf32_found: int = 0
-    tf32_missed: int = 0
-    errors: list[str] = field(default_factory=list)
-    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Variant -> largest q of a PASS, and the op."""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,51 +374,7 @@ def _spread(cases: list[Case], options: Options) -> Iterator[Case]:
         yield from found[::step]
 
 
-# ---- the table ----------------------------------------------------------------------------------
-
-
-def _print(name: str, tally: Tally, options: Options, *, details: int, skips: bool) -> None:
-    print(
-        f"{name}: {tally.calls} calls of {len(tally.ops)} overloads in {tally.seconds:.0f} s;"
-        f" {tally.judged.total()} results judged, false alarms {len(tally.alarms)}"
-    )
-    for variant in options.variants:
-        counts = ", ".join(f"{tally.judged[variant.name, arm]} {arm}" for arm in ARMS)
-        q, op = tally.worst.get(variant.name, (0.0, "none"))
-        print(
-            f"  {variant.name}: judged {counts}; other bits than the CPU kernel's"
-            f" {tally.differ[variant.name]}; largest q of a PASS {q:.2g} ({op})"
-        )
-    if tally.tf32_found or tally.tf32_missed:
-        total = tally.tf32_found + tally.tf32_missed
-        print(f"  TF32 where it is not allowed: FAIL {tally.tf32_found} of {total}")
-    _print_alarms("false alarms", tally.alarms, details)
-    _print_alarms("named, a right FAIL", tally.named, 0)
-    skipped = Counter(
-        {reason: count for (variant, reason), count in tally.skipped.items() if not variant}
-    )
-    print("  skipped calls: " + ", ".join(f"{key} {n}" for key, n in skipped.most_common()))
-    if skips:
-        for (variant, reason), count in tally.skipped.most_common():
-            if variant:
-                print(f"    {count:5d} {variant}: {reason}")
-    print(f"  crashes {len(tally.errors)}")
-    for error in tally.errors[:5]:
-        print("    " + error.replace("\n", "\n    "))
-
-
-def _print_alarms(title: str, alarms: list[Alarm], details: int) -> None:
-    print(f"  {title} {len(alarms)}")
-    groups: dict[tuple[str, str, str], list[Alarm]] = {}
-    for alarm in alarms:
-        groups.setdefault((alarm.variant, alarm.op, alarm.dtype), []).append(alarm)
-    for (variant, op, dtype), group in sorted(groups.items()):
-        worst = max(group, key=lambda item: item.q)
-        arms = ", ".join(sorted({item.arm for item in group}))
-        print(f"    {len(group):4d} {variant}: {op} {dtype}, {arms}: q {worst.q:.3g};"
-              f" {worst.reason[:260]} [{worst.entry}]")  # fmt: skip
-        for item in group[:details]:
-            print(f"           {item.entry}, {item.arm}: q {item.q:.3g}; {item.reason[:300]}")
+# ---- command ------------------------------------------------------------------------------------
 
 
 def _parse() -> argparse.Namespace:
@@ -489,7 +410,7 @@ def main() -> int:
         dtype, globs = getattr(torch, name), given.ops.split(",")
         tally = sweep(op_infos(globs), dtype, options)
         sweep_more(globs, dtype, options, into=tally)
-        _print(name, tally, options, details=given.details, skips=given.skips)
+        print_tally(name, tally, options.variants, details=given.details, skips=given.skips)
         sys.stdout.flush()
         found += len(tally.alarms) + len(tally.errors)
     return 1 if found else 0

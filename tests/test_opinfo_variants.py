@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.alarms import ARMS, Tally
 from benchmarks.correct_kernels import VARIANTS, Variant
 from benchmarks.opinfo_sweep import op_infos
-from benchmarks.opinfo_variants import ARMS, Options, Tally, sweep
+from benchmarks.opinfo_variants import Options, sweep
 from benchmarks.subjects import Subject
 from opcheck.references import Result
 
