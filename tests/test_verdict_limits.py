@@ -300,6 +300,82 @@ def test_numbers_below_the_normal_ones_may_be_flushed(dtype: str, smallest_norma
     assert alone(np.zeros(8), golden, dtype).passed
 
 
+def test_float32_results_may_lean_a_little_without_a_golden() -> None:
+    golden = distinct()
+    actual = golden + 0.5 * allowance(golden, "float32")
+    assert beside(actual, golden, golden, "float32").stage == "quick"
+
+
+@each_half
+def test_rounding_that_leans_is_no_lean(half: str) -> None:
+    right = distinct()
+    golden = right + 0.4 * EPS[half]  # all are rounded down
+    actual = right.copy()
+    actual[3] += 2 * EPS[half]  # else a glance settles it
+    assert alone(actual, golden, half).passed
+    baseline = right.copy()
+    baseline[5] += EPS[half]
+    assert beside(actual, baseline, golden, half).passed
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.99, True), (1.01, False)])
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+def test_distance_is_counted_from_the_other_result(sign: int, share: float, passes: bool) -> None:
+    golden = constant(8)
+    own = 10 * EPS["float32"]
+    baseline = golden + sign * own
+    reach = 32 * (allowance(golden, "float32") + own)
+    actual = with_one(baseline, sign * share * reach)
+    assert beside(actual, baseline, golden, "float32").passed == passes
+
+
+# ---- named allowances ---------------------------------------------------------------------------
+
+
+@each_side
+def test_a_limit_factor_scales_the_rms_limit_too(share: float, passes: bool) -> None:
+    golden = constant(64)
+    actual = golden + share * 2 * 8 * 0.25 * EPS["bfloat16"] * rms(golden) * in_turn(64)
+    found = alone(actual, golden, "bfloat16", limit_factor=2.0)
+    assert (found.passed, found.why) == (passes, "" if passes else "rmse")
+    assert alone(actual, golden, "bfloat16", limit_factor=2.0, test_rms=False).passed
+    assert not alone(actual, golden, "bfloat16").passed
+
+
+@each_side
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.5), ("float32", 2.0)])
+def test_a_shift_factor_scales_the_shift_limit(
+    dtype: str, limit: float, share: float, passes: bool
+) -> None:
+    golden = distinct()
+    unit = EPS[dtype] if dtype == "bfloat16" else allowance(golden, dtype)
+    actual = golden + share * 5 * limit * unit
+    found = beside(actual, golden, golden, dtype, shift_factor=5.0, test_rms=False)
+    assert (found.passed, found.why) == (passes, "" if passes else "bias")
+
+
+@each_side
+def test_an_extra_is_a_unit_of_the_rms_too(share: float, passes: bool) -> None:
+    golden = constant(64)
+    extra = np.full(64, 10 * EPS["bfloat16"])
+    actual = golden + share * 8 * 0.25 * extra * in_turn(64)
+    found = alone(actual, golden, "bfloat16", extra=extra)
+    assert (found.passed, found.why) == (passes, "" if passes else "rmse")
+
+
+def test_reasons_say_in_what_they_count() -> None:
+    golden, half = distinct(), "bfloat16"
+    lean = golden + 3 * EPS[half]
+    assert "3 spacings of bfloat16 on average, allowed 0.5" in alone(lean, golden, half).reason
+    base = allowance(golden, "float32")
+    lean = golden + 9 * base
+    found = beside(lean, golden, golden, "float32")
+    assert "9 allowances on average, allowed 2" in found.reason
+    spread = golden + 5 * EPS[half] * in_turn(128)
+    assert "times that of correct rounding, allowed 8" in alone(spread, golden, half).reason
+    assert "times that of the reference, allowed 4" in beside(spread, golden, golden, half).reason
+
+
 # ---- the documented criterion -------------------------------------------------------------------
 
 
