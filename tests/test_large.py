@@ -228,6 +228,13 @@ def test_skip_counts_and_full_compares_every_element(tmp_path):
     assert session.coverage.elements_checked == X.numel()
 
 
+def test_an_op_that_writes_and_has_no_strategy_is_not_checkable(tmp_path):
+    values = X.clone()
+    session = checked(tmp_path, lambda: values.renorm_(2, 0, 1.0))
+    assert session.coverage.skipped == {SkipReason.NOT_CHECKABLE: 1}
+    assert session.verdict is Verdict.INCONCLUSIVE
+
+
 def test_an_op_without_strategy_is_not_checkable(tmp_path):
     square = X[:, :300] @ X[:, :300].t()
     session = checked(tmp_path, lambda: torch.linalg.cholesky_ex(square))
