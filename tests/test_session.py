@@ -599,7 +599,7 @@ def run_cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 KILLED = """
-import json, os, random, signal, sys, time, torch, opcheck
+import json, os, random, signal, sys, torch, opcheck
 
 def endless(folder, pipe):
     with opcheck.check(log_dir=folder, quiet=True, max_checks=None) as session:
@@ -616,8 +616,9 @@ for number in range(int(sys.argv[2])):
     if child == 0:
         endless(f"{sys.argv[1]}/{number}", write)
     os.close(write)
-    last = os.read(read, 4)
-    time.sleep(rng.uniform(0, 0.02))
+    last, wanted = os.read(read, 4), rng.randrange(1, 30)
+    while int.from_bytes(last, "little") < wanted:
+        last = os.read(read, 4)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     while chunk := os.read(read, 4):
@@ -641,7 +642,7 @@ def test_a_process_killed_a_hundred_times_leaves_every_flushed_record(tmp_path):
     )  # fmt: skip
     told = json.loads(done.stdout)
     assert len(told) == 100
-    assert len(set(told)) > 5  # the moments differed, also where the machine is busy
+    assert len(set(told)) > 5  # the moments differed
     for number, records in enumerate(told):
         run = opcheck.load_run(tmp_path / str(number) / "precision.jsonl")
         assert len(run.records) >= records

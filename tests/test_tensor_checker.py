@@ -404,6 +404,23 @@ def test_a_crash_of_ours_is_noted_and_the_step_goes_on(checker, monkeypatch):
     assert "crashes of the checker" in checker.result.report()
 
 
+def test_a_crash_at_one_tensor_is_no_pass_of_the_others(checker, monkeypatch):
+    from modulecheck import tensor_hooks
+
+    leaves = tensor_hooks.leaves
+
+    def crash_at_one(tag: str, *args: Any, **options: Any) -> Any:
+        if tag.endswith("_input_0"):
+            raise RuntimeError("ours")
+        return leaves(tag, *args, **options)
+
+    monkeypatch.setattr(tensor_hooks, "leaves", crash_at_one)
+    run_both(checker, net(), net())
+    assert checker.check_equal() is False
+    assert {record.verdict for record in checker.result.records} == {Verdict.PASS}
+    assert checker.result.verdict is Verdict.INCONCLUSIVE
+
+
 # ---- equality -----------------------------------------------------------------------------------
 
 
@@ -1083,14 +1100,23 @@ def test_excluded_tags_are_counted(checker):
     assert checker.result.excluded == 3
 
 
-def test_kinds_can_be_left_out(checker):
-    options = {"parameters": False, "buffers": False, "inputs": False}
-    models = [net(), net()]
+ROLES = {
+    "parameters": {"param"},
+    "buffers": {"buffer", "buffer_after"},
+    "inputs": {"input"},
+    "outputs": {"output"},
+}
+
+
+@pytest.mark.parametrize("alone", ROLES)
+def test_kinds_can_be_left_out(checker, alone):
+    options = {kind: kind == alone for kind in ROLES}
+    models = [nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))]
     with module_register_tensor_checker(models, checker, **options):
         for model in models:
-            model(batch())
+            model(torch.arange(8.0).reshape(2, 4))
     assert checker.check_equal()
-    assert {record.site.role for record in checker.result.records} == {"output"}
+    assert {record.site.role for record in checker.result.records} == ROLES[alone]
 
 
 @pytest.mark.parametrize("modules", [3, [net(), "model"], "model"])

@@ -84,6 +84,17 @@ def test_near_results_need_no_sensitivity(dtype: str, limit: float, sign: int) -
     assert beside(far, golden, golden, dtype).stage == "golden"
 
 
+def test_the_share_of_what_is_allowed_is_told_at_a_glance_too() -> None:
+    golden = constant(8)
+    unit = EPS["float32"] * rms(golden)
+    assert alone(with_one(golden, 4 * unit), golden, "float32").metrics.q == pytest.approx(4 / 32)
+    # where the error is at the largest element, by its own size: a spacing is half of it at least
+    golden[3] = 1e4
+    error = 3 * EPS["float32"] * 1e4
+    found = alone(with_one(golden, error), golden, "float32")
+    assert (found.stage, found.metrics.q) == ("quick", pytest.approx(6 / 32, rel=1e-3))
+
+
 @each_half
 def test_half_results_that_lean_to_one_side_need_the_golden(half: str) -> None:
     golden = distinct()
@@ -391,6 +402,13 @@ def test_documented_tolerances(expected: float, sign: int, share: float, passes:
     assert found.metrics.allclose == passes
     assert found.metrics.num_out == (0 if passes else 1)
     assert found.metrics.q == pytest.approx(share, rel=1e-3) or passes
+
+
+def test_without_atol_a_zero_has_no_tolerance() -> None:
+    wanted = np.array([0.0, 1.0])
+    rule = Rule(dtype="float32", rtol=1.0, atol=0.0)
+    assert not judge_allclose(np.array([1e-9, 1.0]), wanted, rule=rule).passed
+    assert judge_allclose(np.array([0.0, 2.0]), wanted, rule=rule).passed
 
 
 def test_equal_results_have_metrics_of_zero() -> None:
