@@ -70,7 +70,10 @@ def _added(call: Call) -> Terms:
 
 def _squared(call: Call) -> Terms:
     total = spread = 0.0
-    for (values,) in _chunks(call.args[0].detach()):
+    x = call.args[0].detach()
+    if x.dtype.is_complex:  # in a list of norms
+        x = torch.view_as_real(x.resolve_conj())
+    for (values,) in _chunks(x):
         squares = np.square(values)
         total += float(np.sum(squares))
         spread += 4.0 * float(np.dot(squares, squares))

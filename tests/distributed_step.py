@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opcheck
 from tests.faults import gelu_off_by
+from tests.on_ranks import join_group
 
 
 class Block(nn.Module):
@@ -65,9 +65,8 @@ def train(wrap, rank, context):
     return kept, session
 
 
-def main(rank: int, port: str, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def main(folder: Path) -> None:
+    rank = join_group()
     for wrap in (ddp, fsdp2, tensor_parallel):
         plain, _ = train(wrap, rank, contextlib.nullcontext)
 
@@ -93,4 +92,4 @@ def main(rank: int, port: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]))

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.hanging import HANGS_S
+
 ROOT = Path(__file__).parents[1]
 
 PLANT = """
@@ -52,5 +54,5 @@ def run_file(
             command = [sys.executable, "-c", code]
         return subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False,
-            timeout=240,
+            timeout=HANGS_S,
         )  # fmt: skip

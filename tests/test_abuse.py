@@ -31,7 +31,7 @@ PROPERTY = examples(60, database=None, phases=[Phase.explicit, Phase.generate])
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64,
-    torch.int32, torch.uint8, torch.bool,
+    torch.int32, torch.uint8, torch.bool, torch.int8, torch.complex128,
 )  # fmt: skip
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,6 +95,18 @@ class Made:
             return LAYOUTS[self.layout](drawn.to(self.dtype))
 
 
+def _grad_of(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: y.sin().sum())(x)
+
+
+def _jvp_of(x: Tensor) -> Any:
+    return torch.func.jvp(torch.sigmoid, (x,), (torch.ones_like(x),))
+
+
+def _checkpointed(x: Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(functional.gelu, x, use_reentrant=False)
+
+
 UNARY: tuple[Callable[[Tensor], Any], ...] = (
     torch.exp, torch.log, torch.log1p, torch.sqrt, torch.rsqrt, torch.sin, torch.tan, torch.tanh,
     torch.sigmoid, torch.erf, torch.erfinv, torch.lgamma, torch.digamma, torch.abs, torch.neg,
@@ -115,6 +127,23 @@ UNARY: tuple[Callable[[Tensor], Any], ...] = (
     lambda x: x.exp_(), lambda x: x.add_(1), lambda x: x.mul_(x), lambda x: x.zero_(),
     lambda x: x.clamp_(0, 2), lambda x: x.t_(), lambda x: x.cumsum_(0), lambda x: x.fill_(7),
     lambda x: x.relu_(), lambda x: x.masked_fill_(x > 0, 2), lambda x: x[..., :1].neg_(),
+    _grad_of, _jvp_of, torch.vmap(torch.cos), torch.vmap(lambda x: x.sum()), _checkpointed,
+    lambda x: torch.func.hessian(lambda y: (y**3).sum())(x.reshape(-1)[:3]),
+    lambda x: x.unbind(0)[0].mul_(2), lambda x: x.view(-1)[::2].add_(1), lambda x: x.data.mul_(2),
+    lambda x: x.diagonal(0, 0, -1).zero_(), lambda x: x.expand(2, *x.shape).sum(0),
+    lambda x: x.expand(2, *x.shape).add_(1), lambda x: x.resize_(2, 3), lambda x: x.select(0, -1),
+    lambda x: torch.sort(x, out=(torch.empty(0, dtype=x.dtype), torch.empty(0, dtype=torch.int64))),
+    lambda x: torch.abs(x, out=x), lambda x: torch.neg(x, out=torch.empty(3)),
+    lambda x: x.sum(dtype=torch.int8), lambda x: x * 100, lambda x: x.to(torch.int8) * 100,
+    lambda x: x.to(torch.complex64), torch.view_as_real, lambda x: x.real.mul_(2),
+    torch.conj_physical,
+    lambda x: x.imag, lambda x: x.view(torch.uint8), torch.fft.fft, lambda x: torch.fft.irfft(x),
+    lambda x: x.unfold(0, 2, 1), lambda x: x.roll(1, 0), lambda x: torch.unique(x),
+    lambda x: torch.histc(x.float(), 4), lambda x: x.argsort(stable=True), torch.trace, torch.triu,
+    lambda x: x.put_(torch.tensor([0, 0]), x.reshape(-1)[:2], accumulate=True), torch.det,
+    lambda x: functional.pad(x, (1, 1)), lambda x: functional.avg_pool1d(x, 2), torch.numel,
+    lambda x: x.new_zeros(2).requires_grad_(), lambda x: x.mT @ x, torch.special.i0e,
+    lambda x: functional.one_hot(x, 130), lambda x: torch.bincount(x.ravel()), torch.signbit,
 )  # fmt: skip
 
 BINARY: tuple[Callable[[Tensor, Tensor], Any], ...] = (
@@ -135,6 +164,20 @@ BINARY: tuple[Callable[[Tensor, Tensor], Any], ...] = (
     lambda a, b: a.copy_(b.flip(0)), lambda a, b: torch.exp(b, out=a.t()),
     lambda a, b: torch.add(a, b, out=a), lambda a, b: torch.mm(a, b, out=torch.empty(0)),
     lambda a, b: a.index_add_(0, torch.zeros(len(b), dtype=torch.int64), b),
+    lambda a, b: torch.cat([a, b], out=torch.empty(0)), lambda a, b: a.t().add_(b.t()),
+    lambda a, b: a[..., :1].mul_(b[..., -1:]), lambda a, b: torch.maximum(a, b, out=b),
+    lambda a, b: a.masked_fill_(b > 0, -1), lambda a, b: a.addcmul_(a, b, value=2),
+    lambda a, b: a.lerp_(b, 0.5), lambda a, b: torch.sub(a, b, out=torch.empty(2, 2)),
+    lambda a, b: torch.index_put(a, (b.long() % max(len(a), 1),), a[0], accumulate=True),
+    lambda a, b: a.scatter_add_(0, b.long() * 0, b), lambda a, b: a.gather(0, b.long() * 0),
+    lambda a, b: torch.vmap(torch.mul)(a, b), lambda a, b: torch.func.vjp(torch.mul, a, b)[1](a),
+    lambda a, b: torch.searchsorted(a, b), lambda a, b: torch.bucketize(a, b.ravel()),
+    lambda a, b: torch.complex(a, b), lambda a, b: torch.polar(a, b), torch.isin, torch.tensordot,
+    lambda a, b: a.set_(b), lambda a, b: a.swapaxes_(0, -1), torch.bitwise_right_shift, torch.lcm,
+    lambda a, b: functional.conv1d(a, b), lambda a, b: torch.baddbmm(a, a, b),
+    lambda a, b: torch._foreach_lerp_([a], [b], 0.5), lambda a, b: torch._foreach_norm([a, b]),
+    lambda a, b: functional.embedding(a, b), lambda a, b: torch.take_along_dim(a, b.long() * 0, 0),
+    lambda a, b: torch.equal(a, b), lambda a, b: torch.cross(a, b), lambda a, b: torch.vdot(a, b),
     lambda a, b: torch._foreach_add([a, b], 1), lambda a, b: torch._foreach_mul_([a, b], 2),
     # overlapping arguments give garbage, another one each time, without any checker
     lambda a, b: functional.scaled_dot_product_attention(a[None].clone(), *[b[None].clone()] * 2),
@@ -142,7 +185,8 @@ BINARY: tuple[Callable[[Tensor, Tensor], Any], ...] = (
 
 Op = tuple[int, int, int]
 """Which op (the unary ones first), and which two tensors of the pool."""
-Program = tuple[list[Made], list[Op], bool]
+GRADIENTS = ("", "backward", "double backward")
+Program = tuple[list[Made], list[Op], str]
 
 SHAPES = st.one_of(
     st.sampled_from([(), (0,), (1,), (3, 0), (4, 4), (3, 5), (2, 3, 3)]),
@@ -162,7 +206,7 @@ OPS = st.tuples(
 PROGRAMS = st.tuples(
     st.lists(TENSORS, min_size=1, max_size=3),
     st.lists(OPS, min_size=1, max_size=12),
-    st.booleans(),
+    st.sampled_from(GRADIENTS),
 )
 
 
@@ -177,13 +221,13 @@ def is_moderate(tensor: Tensor) -> bool:
 
 def run_program(program: Program, *, moderate: bool) -> list[Any]:
     """Every tensor that the program makes or changes, and the text of what it raises."""
-    made, ops, with_grad = program
+    made, ops, gradients = program
     torch.manual_seed(0)
     pool = [item.make() for item in made]
     inputs = list(pool)
     if moderate:
         pool = [x for x in pool if is_moderate(x)] or [torch.ones(3)]
-    if with_grad:
+    if gradients:
         inputs = [x.requires_grad_() for x in pool if x.is_floating_point() or x.is_complex()]
     notes: list[str] = []
     for number, left, right in ops:
@@ -196,22 +240,28 @@ def run_program(program: Program, *, moderate: bool) -> list[Any]:
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             notes.append(f"{type(error).__name__}: {error}")
             continue
-        leaves = [result] if isinstance(result, Tensor) else list(result or ())
-        pool += [item for item in leaves if item.numel() <= 5000]
+        leaves = result if isinstance(result, (list, tuple)) else [result]
+        pool += [x for x in leaves if isinstance(x, Tensor) and x.numel() <= 5000]
         if moderate:
             pool = [x for x in pool if is_moderate(x)] or [torch.ones(3)]
-    notes.append(_backward(pool) if with_grad else "")
+    notes.append(_backward(pool, twice=gradients == "double backward") if gradients else "")
     grads = [x.grad for x in inputs if x.grad is not None]
     return [*pool, *grads, *notes, torch.get_rng_state()]
 
 
-def _backward(pool: list[Tensor]) -> str:
+def _backward(pool: list[Tensor], *, twice: bool) -> str:
     ends = [x for x in pool if x.requires_grad and not x.is_complex() and x.grad_fn is not None]
     if not ends:
         return ""
     try:
+        if twice:
+            leaves = [x for x in pool if x.requires_grad and x.is_leaf]
+            found = torch.autograd.grad(
+                ends[-1].sum(), leaves, create_graph=True, allow_unused=True
+            )
+            ends = [x.abs() for x in found if x is not None and x.requires_grad] or ends
         ends[-1].sum().backward()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 

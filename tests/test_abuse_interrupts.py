@@ -32,6 +32,7 @@ from opcheck.report import render
 from opcheck.review import Run
 from opcheck.switch import SWITCH
 from tests.cutting import Cut
+from tests.hanging import HANGS_S
 from tests.step_equality import EmptyMode, active_modes, global_hooks
 
 ROOT = Path(__file__).parents[1]
@@ -368,7 +369,7 @@ print(cut)
 def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=HANGS_S,
     )  # fmt: skip
 
 
@@ -434,7 +435,7 @@ def test_ctrl_c_on_the_command_line(tmp_path) -> None:
     assert child.stdout.readline() == "ready\n"
     time.sleep(0.1)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=HANGS_S)
     assert child.returncode == 130, err
     assert "cut short by KeyboardInterrupt in step 0" in out
     assert "Traceback" not in err

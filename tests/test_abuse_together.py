@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import opcheck
 from modulecheck import PrecisionChecker, TensorChecker, module_register_tensor_checker
 from tests.faults import gelu_off_by
+from tests.hanging import HANGS_S
 from tests.test_abuse_interrupts import of_module, surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says is its own
@@ -55,7 +56,7 @@ def in_threads(*functions: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(HANGS_S)
         assert not thread.is_alive()
     if errors:
         raise errors[0]

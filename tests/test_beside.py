@@ -22,6 +22,7 @@ from opcheck.calls import Call
 from opcheck.comparison import Comparison
 from tests import models
 from tests.faults import gelu_backward_off_by, gelu_off_by
+from tests.hanging import HANGS_S
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 
@@ -57,7 +58,7 @@ def held_up(monkeypatch) -> threading.Event:
     gate = threading.Event()
 
     def wait(call):
-        assert gate.wait(60)
+        assert gate.wait(HANGS_S)
 
     in_workers(monkeypatch, wait)
     return gate

@@ -16,6 +16,7 @@ import pytest
 
 from opcheck.cli import main
 from tests import log_samples as logs
+from tests.hanging import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +35,7 @@ def clean(tmp_path):
 def command(*arguments, env=None, **options):
     return subprocess.run(
         [sys.executable, "-m", "opcheck", *arguments],
-        capture_output=True, cwd=ROOT, timeout=60, check=False,
+        capture_output=True, cwd=ROOT, timeout=HANGS_S, check=False,
         env={**os.environ, **(env or {})}, **options,
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,27 +10,16 @@ import pytest
 
 import opcheck
 from opcheck import Verdict
-from tests.on_ranks import free_port
+from tests.on_ranks import finished, start
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
-    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed_step", str(rank), port, str(folder)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = start(["-m", "tests.distributed_step", str(folder)], folder)
+    said = finished(ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
     return folder
 

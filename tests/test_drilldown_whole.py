@@ -23,6 +23,7 @@ from modulecheck.drilldown import NoReproducer
 from modulecheck.recording import RecordedCall
 from modulecheck.snapshot import Snapshot
 from tests.compiled import DYNAMO_WARNS, needs_compiler, real_model
+from tests.hanging import HANGS_S
 from tests.models import Workload
 from tests.step_equality import capture, differences
 
@@ -105,7 +106,7 @@ def test_from_a_step_to_the_op_after_the_optimizer_and_nothing_is_left_behind(
     alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, str(script)], env={**alone, "REPRO_LOAD": str(plant)}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
 
@@ -173,7 +174,7 @@ print([(call.name, call.index) for call in result.recordings])
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300,
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=HANGS_S,
         check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 

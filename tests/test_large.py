@@ -5,6 +5,8 @@ The border is set low, so that small tensors go the way of large ones.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -406,6 +408,17 @@ def test_registered_kernels_skip_large_calls_unless_asked(tmp_path):
         opcheck.disable_precision_check()
         assert opcheck.coverage().skipped == skipped
     assert opcheck.coverage().failed == 1
+
+
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_norms_of_a_list_with_complex_tensors(conjugated, tmp_path):
+    z = torch.complex(X, Y)
+    step = partial(torch._foreach_norm, [z.conj() if conjugated else z, X])
+    record = record_of(checked(tmp_path, step), "_foreach_norm.Scalar")
+    assert record.verdict is Verdict.PASS
+    with planted("aten._foreach_norm.Scalar", spoiled(lambda norm: norm.mul_(1.001))):
+        record = record_of(checked(tmp_path, step), "_foreach_norm.Scalar")
+    assert record.verdict is Verdict.FAIL
 
 
 @pytest.mark.parametrize(

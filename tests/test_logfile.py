@@ -20,6 +20,7 @@ from opcheck.records import Metrics, OpRecord, Verdict
 from opcheck.review import load_run
 from tests import log_samples as logs
 from tests.exploring import examples
+from tests.hanging import HANGS_S
 
 DOCUMENTED = (
     "2025-05-19 10:00:01 [WARNING] Op: add.Tensor | FAIL | in: [(2, 3):torch.float16]"
@@ -376,7 +377,7 @@ def test_a_fifo_does_not_hang(tmp_path):
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
     assert "not a regular file" in str(raised[0])
 

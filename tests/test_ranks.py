@@ -18,6 +18,7 @@ from modulecheck.cli import main
 from modulecheck.gathering import report_of
 from modulecheck.sidechannel import SideChannel
 from opcheck import ArgumentError, LogReadError, LogWriteError, Verdict
+from tests.hanging import HANGS_S
 
 HEAD = (
     "module_name,check_type,tensor_index,status,max_abs_diff,mean_abs_diff,max_rel_diff,shape,"
@@ -280,8 +281,16 @@ def test_without_a_process_group_gather_is_rank_0_alone(tmp_path, capsys):
 @pytest.fixture
 def channels():
     store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=5))
+    store.set_timeout(datetime.timedelta(seconds=HANGS_S))
     return [SideChannel(store, rank, 2, name="t", timeout_s=0.5) for rank in range(2)]
+
+
+@pytest.fixture
+def patient(channels):
+    """Channels of ranks that do come, however late."""
+    for channel in channels:
+        channel.timeout_s = HANGS_S
+    return channels
 
 
 def both(*calls):
@@ -295,17 +304,17 @@ def both(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=HANGS_S)
     return found
 
 
-def test_messages_of_any_size_arrive_whole(channels):
+def test_messages_of_any_size_arrive_whole(patient):
     import random
 
     text = "".join(random.Random(0).choices("abcdefghijkl", k=4_000_000))
-    channels[1].send("rows", {"text": text})
-    channels[0].send("rows", [1, None])
-    assert channels[0].receive("rows", [0, 1]) == {0: [1, None], 1: {"text": text}}
+    patient[1].send("rows", {"text": text})
+    patient[0].send("rows", [1, None])
+    assert patient[0].receive("rows", [0, 1]) == {0: [1, None], 1: {"text": text}}
 
 
 def test_a_rank_that_sends_nothing_is_left_out_in_time(channels):
@@ -314,10 +323,10 @@ def test_a_rank_that_sends_nothing_is_left_out_in_time(channels):
 
 
 @pytest.mark.parametrize("votes", [(True, True), (False, True), (False, False)])
-def test_every_rank_gets_every_vote(votes, channels):
+def test_every_rank_gets_every_vote(votes, patient):
     calls = [
         functools.partial(channel.votes, "a", [0, 1], vote)
-        for channel, vote in zip(channels, votes, strict=True)
+        for channel, vote in zip(patient, votes, strict=True)
     ]
     assert both(*calls) == [list(votes), list(votes)]
 
@@ -327,11 +336,11 @@ def test_a_vote_that_ended_is_the_same_for_who_comes_late(channels):
     assert channels[1].votes("a", [0, 1], True) is None  # although all votes are there by now
 
 
-def test_votes_leave_nothing_behind_but_the_last(channels):
+def test_votes_leave_nothing_behind_but_the_last(patient):
     for stage in range(20):
-        calls = [functools.partial(c.votes, f"s{stage}", [0, 1], True) for c in channels]
+        calls = [functools.partial(c.votes, f"s{stage}", [0, 1], True) for c in patient]
         assert both(*calls) == [[True, True], [True, True]]
-    assert channels[0]._store.num_keys() < 8
+    assert patient[0]._store.num_keys() < 8
 
 
 def test_ranks_out_of_step_do_not_wait_again(channels):

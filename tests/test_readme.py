@@ -14,6 +14,7 @@ import pytest
 
 import opcheck
 from opcheck import SkipReason
+from tests.hanging import HANGS_S
 
 README = Path(__file__).parents[1] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def run(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(README.parent), "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         check=False,
     )
 

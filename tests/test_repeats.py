@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import opcheck
 from opcheck import Verdict
 from tests import faults, models
+from tests.hanging import HANGS_S
 from tests.step_equality import EmptyMode, assert_same_step
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
@@ -141,7 +142,7 @@ def test_kernel_that_waits_for_a_thread_does_not_hang(tmp_path):
         out = []
         thread = threading.Thread(target=lambda: out.append(torch.nn.functional.silu(x)))
         thread.start()
-        thread.join(20)
+        thread.join(HANGS_S)
         return x * torch.special.ndtr(x) + 0 * out[0]
 
     library = torch.library.Library("aten", "IMPL")

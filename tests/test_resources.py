@@ -23,6 +23,7 @@ from torch import nn
 import opcheck
 from opcheck import Verdict
 from tests.faults import gelu_off_by
+from tests.hanging import HANGS_S
 from tests.step_equality import active_modes
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
@@ -37,7 +38,7 @@ def run_python(code, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        env=environment, capture_output=True, text=True, check=False, timeout=300,
+        env=environment, capture_output=True, text=True, check=False, timeout=HANGS_S,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import opcheck
 from opcheck import ArgumentError, ArgumentTypeError, LogWriteError, PrecisionError, Verdict
 from opcheck.settings import Settings
 from tests.faults import planted
+from tests.hanging import HANGS_S
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 
@@ -593,7 +594,7 @@ def run_cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         check=False,
     )
 
@@ -638,7 +639,7 @@ def test_a_process_killed_a_hundred_times_leaves_every_flushed_record(tmp_path):
     }
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), "100"],
-        env=environment, capture_output=True, text=True, check=True, timeout=300,
+        env=environment, capture_output=True, text=True, check=True, timeout=HANGS_S,
     )  # fmt: skip
     told = json.loads(done.stdout)
     assert len(told) == 100
@@ -674,7 +675,7 @@ def test_two_processes_may_append_to_one_log(tmp_path):
         )
         for _ in range(2)
     ]  # fmt: skip
-    run_ids = [writer.communicate(timeout=120)[0].strip() for writer in writers]
+    run_ids = [writer.communicate(timeout=HANGS_S)[0].strip() for writer in writers]
     assert len(set(run_ids)) == 2
     for run_id in run_ids:
         run = opcheck.load_run(tmp_path / "precision.jsonl", run=run_id)

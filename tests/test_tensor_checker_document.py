@@ -30,6 +30,7 @@ from modulecheck import (
 from opcheck import Verdict
 from tests import models
 from tests.compact_llama import NAMES, NO_COUNTERPART, CompactLlama
+from tests.hanging import HANGS_S
 
 
 @pytest.fixture
@@ -388,7 +389,7 @@ def run_ranks(folder: Path, kind: str) -> None:
         for rank in range(2)
     ]
     for process in ranks:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=HANGS_S)
         assert process.returncode == 0, errors
 
 

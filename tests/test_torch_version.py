@@ -14,6 +14,7 @@ import torch
 from modulecheck import _torch
 from opcheck.errors import OpcheckError
 from opcheck.private_names import TESTED
+from tests.hanging import HANGS_S
 from tests.private_torch import private_uses, running
 from tests.test_layers import ROOT, sources
 
@@ -141,7 +142,7 @@ def test_each_missing_name_is_an_error_that_says_which(package):
     assert len(asked) > 40
     done = subprocess.run(
         [sys.executable, "-c", REMOVE_EACH, package, json.dumps(asked)],
-        capture_output=True, text=True, check=False, timeout=240,
+        capture_output=True, text=True, check=False, timeout=HANGS_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -172,7 +173,7 @@ from {package} import _torch
 def test_a_user_who_imports_the_package_reads_it_last(package):
     code = LACKING.format(package=package)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANGS_S
     )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
