@@ -14,6 +14,7 @@ from opcheck import _torch
 from opcheck.arrays import Array
 from opcheck.calls import Call
 from opcheck.expected import leaves_of
+from opcheck.large_table import FACTORIES
 from opcheck.records import SkipReason
 from opcheck.sampled import (
     Criterion,
@@ -78,7 +79,7 @@ def _shapes(call: Call, out: Any = None) -> dict[int, tuple[int, ...]]:
         for _, value in call.traits.bound(call.args, call.kwargs)
         if isinstance(value, Tensor)
     ]
-    if not shapes:
+    if not shapes or call.traits.base in FACTORIES:
         return {0: tuple(leaves_of(out)[0].value.shape)}
     return {0: tuple(torch.broadcast_shapes(*shapes))}
 
@@ -103,6 +104,11 @@ def _cut(shapes: dict[int, tuple[int, ...]], positions: dict[int, Array]) -> Any
         return gather_flat(tensor, shapes[place], positions[place])
 
     return cut
+
+
+def _nothing_of(_name: str, value: Any) -> Any:
+    """Of the tensor that `new_zeros` is called on: it gives dtype and layout."""
+    return torch.empty(0, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
 def elements_before(call: Call, rng: np.random.Generator) -> ElementsKept:
@@ -134,7 +140,7 @@ def judge_elements_of(
         flat = int(positions[at][index[0]])
         return tuple(int(item) for item in np.unravel_index(flat, shapes[at]))
 
-    cut = _cut(shapes, positions)
+    cut = _nothing_of if call.traits.base in FACTORIES else _cut(shapes, positions)
     part = part_of(
         call,
         out,

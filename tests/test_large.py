@@ -410,6 +410,22 @@ def test_registered_kernels_skip_large_calls_unless_asked(tmp_path):
     assert opcheck.coverage().failed == 1
 
 
+@pytest.mark.parametrize("size", [2, (2,), (3, 500), (300, 400), (7, 11, 600)])
+@pytest.mark.parametrize("dtype", [None, torch.int64])
+@pytest.mark.parametrize("source", [X, X.to(BFLOAT), X[0], X.to(torch.complex64).conj()])
+def test_what_is_made_like_a_large_tensor_has_a_size_of_its_own(source, dtype, size, tmp_path):
+    def step():
+        source.new_zeros(size, dtype=dtype)
+        source.new_full((2,) if size == 2 else size, 3, dtype=dtype)
+
+    session = checked(tmp_path, step, max_numel=100)
+    assert session.coverage.errors == 0
+    assert session.failures == []
+    assert [record.op for record in session.records] == [
+        "aten.new_zeros.default", "aten.new_full.default",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("conjugated", [False, True])
 def test_norms_of_a_list_with_complex_tensors(conjugated, tmp_path):
     z = torch.complex(X, Y)
