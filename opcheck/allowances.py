@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from opcheck.arrays import Array
-from opcheck.tolerances import EPS, HALF_DTYPES, compute_eps
+from opcheck.tolerances import EPS, HALF_DTYPES, ROUNDS_TO_INF, compute_eps
 
 __all__ = ["ALLOWANCES", "Allowance", "Inputs", "find_allowance"]
 
@@ -44,8 +44,9 @@ class Allowance:
     """Added to the allowance of each element, which the class limit multiplies."""
     bound: Formula | None = None
     """Replaces the rule: |actual - golden| <= bound, no mean or rms test."""
-    nonfinite_elsewhere: bool = False
-    """The kernel overflows where float64 does not: "nonfinite" is no FAIL, but a note."""
+    nonfinite_where: Formula | None = None
+    """The kernel overflows where float64 does not: NaN and Inf in these elements are no FAIL, but
+    a note."""
     note: str = ""
     """For the record, where what is left of the check is weak."""
 
@@ -152,6 +153,18 @@ def _beside_largest(inputs: Inputs, golden: Array, dtype: str) -> Array:
     largest: Array = np.max(np.absolute(golden), axis=-1, keepdims=True, initial=0.0)
     share = 0.0625 * compute_eps(dtype) * math.sqrt(max(golden.shape[-1], 1))
     return np.broadcast_to(share * largest, golden.shape)
+
+
+def _exp_overflows(inputs: Inputs, golden: Array, dtype: str) -> Array:
+    """Where exp(-x * target) does; of a sum of such terms, where one of them does."""
+    x, target = _of(inputs[-2]), _of(inputs[-1])
+    largest = math.log(ROUNDS_TO_INF[dtype]) * (1.0 - 4.0 * EPS[dtype])
+    where: Array = -x * target >= largest
+    return where if where.shape == golden.shape else np.full(golden.shape, where.any())
+
+
+def _anywhere(inputs: Inputs, golden: Array, dtype: str) -> Array:
+    return np.ones(golden.shape, dtype=bool)
 
 
 _LARGEST_RSTD = 316.0
@@ -426,13 +439,13 @@ ALLOWANCES: Mapping[str, Allowance | tuple[Allowance, ...]] = MappingProxyType(
             evidence="both products are rounded to 16 bit and cancel: 1.32 times the limit (fp16)",
         ),
         "soft_margin_loss": Allowance(
-            half_result=True, nonfinite_elsewhere=True, evidence=f"exp in fp16: {_OVERFLOWS}"
+            half_result=True, nonfinite_where=_exp_overflows, evidence=f"exp in fp16: {_OVERFLOWS}"
         ),
         "soft_margin_loss_backward": Allowance(
-            half_result=True, nonfinite_elsewhere=True, evidence=f"exp in fp16: {_OVERFLOWS}"
+            half_result=True, nonfinite_where=_exp_overflows, evidence=f"exp in fp16: {_OVERFLOWS}"
         ),
         "linalg_matrix_exp": Allowance(
-            half_result=True, nonfinite_elsewhere=True, evidence=f"powers in 16 bit: {_OVERFLOWS}"
+            half_result=True, nonfinite_where=_anywhere, evidence=f"powers in 16 bit: {_OVERFLOWS}"
         ),
     }
 )

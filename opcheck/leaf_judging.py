@@ -116,8 +116,9 @@ def _judge_by_golden(case: Case, number: int, array: Any, rule: Rule) -> Outcome
     allowance = allowance_of(case.call, number, rule)
     if allowance is None:
         return outcome
-    if allowance.nonfinite_elsewhere:
-        golden = np.where(np.isfinite(array), golden, array.astype(np.float64))
+    if allowance.nonfinite_where is not None:
+        where = allowance.nonfinite_where(expected.reference.inputs(), golden, rule.dtype)
+        golden = np.where(where & ~np.isfinite(array), array.astype(np.float64), golden)
     wider_rule = rule.with_allowance(allowance, inputs=expected.reference.inputs(), golden=golden)
     outcome = judge_golden(array, golden, perturbed=draw, rule=wider_rule)
     if outcome.passed:

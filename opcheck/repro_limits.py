@@ -119,7 +119,7 @@ def _interval(call: Call, number: int, value: Tensor, expected: Expected, rule: 
         rule = rule.with_allowance(allowance, inputs=inputs, golden=golden)
     overflow = tol.ROUNDS_TO_INF[rule.dtype]
     limit: Limit = {"rule": "within", "overflow": overflow}
-    if allowance is not None and allowance.nonfinite_elsewhere:
+    if allowance is not None and allowance.nonfinite_where is not None:
         limit["may_overflow"] = True
     if rule.bound is not None:
         flat = pair_of(golden, np.broadcast_to(rule.bound, golden.shape)).expected

@@ -100,7 +100,7 @@ def test_every_allowance_has_its_evidence_and_does_something() -> None:
     for name, item in all_allowances():
         assert len(item.evidence) > 20, name
         does = (item.limit_factor, item.shift_factor, item.test_rms) != (1.0, 1.0, True)
-        assert does or item.extra or item.bound or item.nonfinite_elsewhere, name
+        assert does or item.extra or item.bound or item.nonfinite_where, name
 
 
 def test_allowances_apply_where_they_were_measured() -> None:
