@@ -271,7 +271,11 @@ def test_garbage_is_refused_with_file_and_line(tmp_path, junk):
         {"metrics": {"num_out": 1.5}}, {"metrics": {"actual_at": [1]}}, {"index": "1"},
         {"index": 10**30}, {"metrics": {"max_abs": 10**400}}, {"inputs": "abc"}, {"inputs": [1]},
         {"rank": True}, {"step": None}, {"error": 5}, {"rtol": "x"}, {"verdict": {}},
-        {"metrics": {"actual_at": {"re": "x"}}},
+        {"metrics": {"actual_at": {"re": "x"}}}, {"sample": 3}, {"sample": {"strategy": 3}},
+        {"sample": {"strategy": "x", "share": "1"}}, {"sample": {"strategy": "x", "seed": 1.5}},
+        {"sample": {"strategy": "x", "covers_all": 1}},
+        {"sample": {"strategy": "x", "tile": ["a"]}},
+        {"blame": "born"}, {"blame": {"born": "1"}}, {"blame": {"word": 3}}, {"repeats": 1},
     ],
     ids=str,
 )  # fmt: skip

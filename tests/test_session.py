@@ -18,6 +18,7 @@ from torch import nn
 
 import opcheck
 from opcheck import ArgumentError, ArgumentTypeError, LogWriteError, PrecisionError, Verdict
+from opcheck.cli import main
 from opcheck.settings import Settings
 from tests.faults import planted
 from tests.hanging import HANGS_S
@@ -556,6 +557,25 @@ def test_run_keeps_the_scripts_status(own, status, tmp_path):
     assert f"args ['{own}'] __main__" in done.stdout
     assert "opcheck: PASS" in done.stdout
     assert (tmp_path / "logs" / "precision.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("torch.nn.functional.gelu(torch.ones(3))", 1),
+        ("torch.nn.functional.gelu(torch.ones(3)); sys.exit(7)", 7),
+        ("torch.exp(torch.ones(3))", 0),
+        ("torch.empty(3)", 3),
+    ],
+    ids=["a wrong kernel", "the script's own", "nothing wrong", "nothing compared"],
+)
+def test_run_ends_with_the_status_of_the_verdict(script, status, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f"import sys, torch\n{script}\n")
+    with wrong_gelu():
+        assert main(["run", "--log-dir", str(tmp_path / "logs"), str(path)]) == status
+    verdict = {0: "PASS", 3: "INCONCLUSIVE"}.get(status, "FAIL")
+    assert f"opcheck: {verdict}" in capsys.readouterr().out
 
 
 def test_run_shows_the_scripts_own_traceback(tmp_path):
