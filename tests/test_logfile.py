@@ -16,7 +16,7 @@ from opcheck import logfile
 from opcheck.errors import LogReadError, SchemaVersionError
 from opcheck.logfile import format_text_line, parse_text_line
 from opcheck.record_json import to_json
-from opcheck.records import Metrics, OpRecord, Verdict
+from opcheck.records import Metrics, OpRecord, SkipReason, Verdict
 from opcheck.review import load_run
 from tests import log_samples as logs
 from tests.exploring import examples
@@ -304,7 +304,10 @@ def test_missing_fields_take_defaults_and_extra_ones_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     "bad",
     [{"seen": "x"}, {"skipped": 5}, {"calls": [5]}, {"calls": 1}, {"checked": 10**40},
-     {"unchecked_signatures": [{"op": 1}]}, {"check_seconds": "x"}, {"skipped": {"layout": []}}],
+     {"unchecked_signatures": [{"op": 1}]}, {"check_seconds": "x"}, {"skipped": {"layout": []}},
+     {"shadow": {"a": "x"}}, {"repeat": {"a": []}}, {"unrepeatable": [{"op": 3}]},
+     {"unrepeatable": [{"op": "x", "max_abs": "y"}]}, {"first_nonfinite": {"op": 3}},
+     {"first_nonfinite": {"op": "x", "arrived": 3}}],
     ids=str,
 )  # fmt: skip
 def test_a_bad_coverage_is_no_coverage(tmp_path, bad):
@@ -317,10 +320,11 @@ def test_a_bad_coverage_is_no_coverage(tmp_path, bad):
 
 def test_an_unknown_reason_for_skipping_still_adds_up(tmp_path):
     lines = logs.run_lines([logs.passing(0)])
-    lines[-1] = lines[-1].replace('"layout":10', '"tired":7,"layout":3')
+    lines[-1] = lines[-1].replace('"layout":10', '"tired":4,"bored":3,"layout":3')
     run = load_run(logs.write_log(tmp_path / "x.jsonl", lines))
     assert run.coverage.adds_up
-    assert any("tired" in warning for warning in run.warnings)
+    assert run.coverage.skipped[SkipReason.NOT_CHECKABLE] == 7
+    assert any("bored, tired" in warning for warning in run.warnings)
 
 
 def test_a_log_without_its_beginning_is_read(tmp_path):

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opcheck.verdicts import Outcome, Rule, judge_allclose, judge_baseline, judge_golden
+from opcheck.verdicts import (
+    Outcome,
+    Rule,
+    judge_allclose,
+    judge_baseline,
+    judge_exact,
+    judge_golden,
+)
 
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 WITHIN, BEYOND = 0.95, 1.05
@@ -402,6 +409,30 @@ def test_documented_tolerances(expected: float, sign: int, share: float, passes:
     assert found.metrics.allclose == passes
     assert found.metrics.num_out == (0 if passes else 1)
     assert found.metrics.q == pytest.approx(share, rel=1e-3) or passes
+
+
+def test_the_share_of_the_documented_tolerances_is_told() -> None:
+    zeros, ones = np.zeros(4), np.ones(4)
+    by_atol = judge_allclose(zeros + 5e-6, zeros, rule=Rule(dtype="float32", rtol=0.0, atol=1e-5))
+    by_rtol = judge_allclose(ones + 2e-5, ones, rule=Rule(dtype="float32", rtol=1e-4, atol=0.0))
+    assert by_atol.metrics.q == pytest.approx(0.5)
+    assert by_rtol.metrics.q == pytest.approx(0.2, rel=1e-6)
+    # elements within what is allowed are not counted as out, however near the limit
+    some_out = judge_allclose(
+        zeros + np.array([2e-5, 7e-6, 0.0, -3e-5]), zeros,
+        rule=Rule(dtype="float32", rtol=0.0, atol=1e-5),
+    )  # fmt: skip
+    assert (some_out.metrics.num_out, some_out.metrics.q) == (2, pytest.approx(3.0))
+    assert some_out.metrics.worst_index == (3,)
+
+
+def test_numbers_of_unequal_integers() -> None:
+    found = judge_exact(np.array([5, -7, 0, 3]), np.array([5, -5, 0, 4])).metrics
+    assert (found.max_abs, found.mean_abs, found.allowed_at) == (2.0, 0.75, 0.0)
+    assert found.max_rel == pytest.approx(2 / 5)
+    assert (found.num_out, found.allclose) == (2, False)
+    equal = judge_exact(np.array([5, -7]), np.array([5, -7])).metrics
+    assert (equal.max_abs, equal.mean_abs, equal.max_rel, equal.q) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_without_atol_a_zero_has_no_tolerance() -> None:
