@@ -38,6 +38,7 @@ MODELS: dict[str, Callable[[], Workload]] = {
     ),
     "resnet18": partial(models.resnet18, image_size=64, batch_size=8),
     "mlp": partial(models.mlp, width=256, layers=4, batch_size=512),
+    "wide": partial(models.mlp, width=480, layers=6, batch_size=512),
     "minilm": partial(models.minilm, batch_size=4, length=64, dropout=0.0),
 }
 

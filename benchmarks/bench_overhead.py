@@ -9,7 +9,10 @@ its value above it.
 `--workers 0,1,2` asks instead how much sooner a step with every call checked is through with
 references in threads beside it. Exit status 1 when records differ from those without.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.bench_overhead --workers 0,1,2 --steps 5
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_overhead --workers 0,1,2 --models wide --steps 5
+
+It also says how many cores threads of nothing but products get here: where two get no more than
+one, no step is through sooner by workers, whatever they do.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -168,6 +172,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return compare_bounds(models, [float(v) for v in options.values.split(",")], options.steps)
 
 
+def cores_for(num_threads: int) -> float:
+    """CPU seconds a second that so many threads get, which need nothing of each other."""
+    matrix = torch.randn(512, 512, dtype=torch.float64)
+
+    def multiply() -> None:
+        for _ in range(60):
+            torch.mm(matrix, matrix)
+
+    def all_of_them() -> None:
+        threads = [threading.Thread(target=multiply) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    wall, cpu = timed(all_of_them)
+    return cpu / wall
+
+
 def compare_workers(models: Sequence[str], workers: Sequence[int], num_steps: int) -> int:
     """Print a line for each model and number of workers; 1 when records differ."""
     print(f"{num_steps} steps with every call checked, in turn with plain ones; ms, medians")
@@ -177,6 +200,8 @@ def compare_workers(models: Sequence[str], workers: Sequence[int], num_steps: in
         with tempfile.TemporaryDirectory() as log_dir:
             found = measure_workers(name, workers, num_steps, Path(log_dir))
         differ += not print_workers(name, found)
+    shares = [f"{number}: {cores_for(number):.2f}" for number in (1, 1 + max(workers))]
+    print(f"  cores that threads of nothing but products got, by their number: {', '.join(shares)}")
     return int(differ > 0)
 
 
