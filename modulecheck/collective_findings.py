@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ class CollectiveFinding:
         rank: global rank on which it is.
         index: n-th collective of its group, from 0; -1 for a parameter.
         op: `c10d._reduce_scatter_base_`, or the name of the parameter.
-        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", "order", "replica".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather",
+            "scatter", "reduce", "recv", "order", "replica".
         group: name of the process group.
         ranks: global ranks of the group.
         source: line of the user's code that began it, "" where there is none.
@@ -86,6 +88,10 @@ class _Entry:
         if self.data["op"] == "c10d.allgather_":  # of lists, parts may be of several sizes
             sizes = [0 for _ in sizes]
         dtypes = [part[0]["dtype"] for part in self.data["given"]]
+        if self.data["kind"] == "all_to_all":  # each pair of ranks has a size of its own
+            sizes = [0 for _ in sizes]
+        if self.data["kind"] == "scatter":  # one rank alone gives
+            sizes, dtypes = [], []
         return self.data["kind"], self.data["reduction"], self.data["root"], sizes, dtypes
 
 
@@ -104,18 +110,22 @@ def compare_ranks(came: dict[int, dict[str, Any]], world_size: int) -> Compared:
         not_understood.update(told["not_understood"])
         problems += [f"rank {rank}: {problem}" for problem in told["problems"]]
         for data in told["seen"]:
+            if data["kind"] in ("send", "recv"):
+                continue
             groups[data["group"]][rank].append(_Entry(rank, data))
             members[data["group"]] = tuple(data["ranks"])
     findings: list[CollectiveFinding] = []
     counts: Counter[str] = Counter()
-    for name, by_rank in groups.items():
-        for found in _group(members[name], by_rank, came):
-            if isinstance(found, CollectiveFinding):
-                findings.append(found)
-            elif found.startswith("compared "):
-                counts[found.removeprefix("compared ")] += 1
-            else:
-                problems.append(found)
+    for found in itertools.chain(
+        *(_group(members[name], by_rank, came) for name, by_rank in groups.items()),
+        _messages(came),
+    ):
+        if isinstance(found, CollectiveFinding):
+            findings.append(found)
+        elif found.startswith("compared "):
+            counts[found.removeprefix("compared ")] += 1
+        else:
+            problems.append(found)
     findings.sort(key=lambda item: (item.index, item.rank))
     replicas, num_replicas = _replicas(came)
     if num_replicas:
@@ -187,6 +197,7 @@ def _one(
     yield f"compared {entries[0].data['kind']}"
 
 
+_NOT_GIVEN = "has not the bits that were given"
 _Verdicts = Iterator[tuple[int, str, int]]
 """Rank, what is wrong or "", sums that say nothing."""
 
@@ -202,7 +213,7 @@ def _gathered(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
             ]
             if wrong:
                 whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {wrong[0]} and others"
-                yield entry.rank, f"the part of {whose} has not the bits that were given", 0
+                yield entry.rank, f"the part of {whose} {_NOT_GIVEN}", 0
 
 
 def _broadcast(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
@@ -212,6 +223,32 @@ def _broadcast(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
         for place, part in enumerate(entry.digests("got")):
             if part[0].bits != given[place][0].bits:
                 yield entry.rank, f"it has not the bits that rank {root} gave", 0
+
+
+def _exchanged(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
+    given = [entry.digests("given") for entry in entries]
+    for own, entry in enumerate(entries):
+        for place, part in enumerate(entry.digests("got")):
+            for source, chunk in enumerate(part):
+                if chunk.bits != given[source][place][own].bits:
+                    yield entry.rank, f"the part of rank {ranks[source]} {_NOT_GIVEN}", 0
+
+
+def _dealt(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
+    root = entries[0].data["root"]
+    given = next(entry for entry in entries if entry.rank == root).digests("given")
+    for own, entry in enumerate(entries):
+        for place, part in enumerate(entry.digests("got")):
+            if part[0].bits != given[place][own].bits:
+                yield entry.rank, f"it has not the bits that rank {root} gave", 0
+
+
+def _reduced_to_one(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
+    given = [entry.digests("given") for entry in entries]
+    entry = next(entry for entry in entries if entry.rank == entries[0].data["root"])
+    for place, part in enumerate(entry.digests("got")):
+        reason, unsaid = _off([item[place][0] for item in given], part[0], entry)
+        yield entry.rank, reason, unsaid
 
 
 def _reduced(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
@@ -252,7 +289,50 @@ _RULES = {
     "broadcast": _broadcast,
     "all_reduce": _reduced,
     "reduce_scatter": _scattered,
+    "all_to_all": _exchanged,
+    "gather": _gathered,
+    "scatter": _dealt,
+    "reduce": _reduced_to_one,
 }
+
+
+def _messages(came: dict[int, dict[str, Any]]) -> Iterator[CollectiveFinding | str]:
+    """What one rank sent to another: findings, "compared KIND", and problems."""
+    routes: dict[tuple[Any, ...], dict[str, list[_Entry]]] = defaultdict(lambda: defaultdict(list))
+    for rank, told in sorted(came.items()):
+        for data in told["seen"]:
+            if data["kind"] in ("send", "recv"):
+                sends = data["kind"] == "send"
+                source, target = (rank, data["root"]) if sends else (data["root"], rank)
+                route = (data["group"], source, target, data["tag"])
+                routes[route][data["kind"]].append(_Entry(rank, data))
+    for (_, source, target, _), kinds in routes.items():
+        sent, got = kinds["send"], kinds["recv"]
+        if len(sent) != len(got) and not _takes_any(came.get(target)):
+            yield (
+                f"rank {source} sent {len(sent)} tensors to rank {target}, which received"
+                f" {len(got)} of them in this block"
+            )
+        for index, (given, entry) in enumerate(zip(sent, got, strict=False)):
+            yield _message(index, (source, target), given, entry)
+
+
+def _takes_any(told: dict[str, Any] | None) -> bool:
+    """The rank also receives from whoever sends: what went there cannot be told."""
+    return told is None or any("recv_any_source" in name for name in told["not_understood"])
+
+
+def _message(
+    index: int, ranks: tuple[int, int], given: _Entry, entry: _Entry
+) -> CollectiveFinding | str:
+    if entry.data["got"] is None:
+        why = entry.data["problem"] or "what it received was never there to be read"
+        return f"receive {index} from rank {ranks[0]}, rank {entry.rank}: {why}"
+    sent = [part[0].bits for part in given.digests("given")]
+    if [part[0].bits for part in entry.digests("got")] == sent:
+        return "compared send and receive"
+    reason = f"it has not the bits that rank {ranks[0]} sent"
+    return _finding(index, ranks, entry, "recv", reason)
 
 
 def _finding(

@@ -62,7 +62,7 @@ class Seen:
         call = self.call
         return {
             "op": call.op, "kind": call.kind, "group": call.group, "ranks": list(call.ranks),
-            "reduction": call.reduction, "root": call.root, "source": self.source,
+            "reduction": call.reduction, "root": call.root, "tag": call.tag, "source": self.source,
             "problem": self.problem, "given": _json(self.given),
             "got": None if self.got is None else _json(self.got),
         }  # fmt: skip
@@ -136,7 +136,7 @@ class Watch(PassingMode):
         out = func(*args, **kwargs)
         if is_wait(func):
             self._read(_memory((*args, out)))
-        elif seen is not None:
+        elif seen is not None and seen.call.kind != "send":
             self._expect(seen, func, args, kwargs, out)
         return out
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modulecheck import _torch
-from modulecheck.distributed import group_of, wait_for
+from modulecheck.distributed import group_of, is_on_its_way, wait_for
 
 __all__ = [
     "Collective",
@@ -38,6 +38,13 @@ _KINDS = {
     "c10d.allreduce_": "all_reduce",
     "c10d.allreduce_coalesced_": "all_reduce",
     "c10d.broadcast_": "broadcast",
+    "c10d.alltoall_base_": "all_to_all",
+    "c10d.alltoall_": "all_to_all",
+    "c10d.gather_": "gather",
+    "c10d.scatter_": "scatter",
+    "c10d.reduce_": "reduce",
+    "c10d.send": "send",
+    "c10d.recv_": "recv",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_gather_into_tensor_out": "all_gather",
     "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
@@ -50,6 +57,7 @@ _KINDS = {
     "_c10d_functional.all_reduce_coalesced_": "all_reduce",
     "_c10d_functional.broadcast": "broadcast",
     "_c10d_functional.broadcast_": "broadcast",
+    "_c10d_functional.all_to_all_single": "all_to_all",
 }
 """Those that are understood; all others of these namespaces are counted by name."""
 
@@ -64,7 +72,7 @@ _NEUTRAL = frozenset({"record_stream", "_wrap_tensor_autograd", "is_pinned", "se
 """Ops that take a tensor and need none of its values."""
 
 _GIVEN = ("input_tensor", "input_tensors", "inputs", "input", "tensors")
-_BUFFER = ("output_tensor", "output_tensors", "outputs", "tensors")
+_BUFFER = ("output_tensor", "output_tensors", "outputs", "output", "tensors")
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 """In the order of `torch.distributed.ReduceOp.RedOpType`."""
 
@@ -88,12 +96,13 @@ class Collective:
 
     Attributes:
         op: `c10d._allgather_base_`.
-        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", or "" for an op that is
-            counted and not understood.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather",
+            "scatter", "reduce", "send", "recv", or "" for an op that is counted and not understood.
         group: name of the process group.
         ranks: global ranks of the group, in its order.
         reduction: "sum", "avg", ..., "" where nothing is reduced.
-        root: global rank that a broadcast comes from, else -1.
+        root: global rank that it comes from, or goes to, where that is one; else -1.
+        tag: by which a send finds its receive.
         is_awaited: the caller waits for it before doing anything else.
         given: what this rank puts in.
     """
@@ -104,6 +113,7 @@ class Collective:
     ranks: tuple[int, ...] = ()
     reduction: str = ""
     root: int = -1
+    tag: int = 0
     is_awaited: bool = False
     given: tuple[Part, ...] = ()
 
@@ -147,15 +157,28 @@ def parse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectiv
     bound = _bound(func, args, kwargs)
     group, ranks = group_of(bound.get("process_group", bound.get("group_name")))
     given = next(bound[key] for key in _GIVEN if key in bound)
+    if kind == "all_to_all":
+        parts = _chunks(given, bound.get("input_split_sizes"), len(ranks))
+    else:
+        parts = _parts(given, len(ranks), split=kind == "reduce_scatter")
     return Collective(
         name, kind, group, ranks, _reduction(bound.get("reduce_op")), _root(bound, ranks),
-        bound.get("async_op") is False, _parts(given, len(ranks), split=kind == "reduce_scatter"),
+        int(bound.get("tag", 0)), bound.get("async_op") is False, () if kind == "recv" else parts,
     )  # fmt: skip
 
 
 def wait_until_there(func: Any, out: Any, parts: tuple[Part, ...]) -> None:
-    """Wait for results that the step has not waited for."""
+    """Wait for results that the step has not waited for.
+
+    Raises:
+        RuntimeError: a receive, for which the step has to wait itself.
+    """
     if namespace_of(func) == "c10d":
+        is_receive = _KINDS.get(_name_of(func)) == "recv"
+        if is_receive and all(tensor.is_cpu for part in parts for tensor in part.whole):
+            if is_on_its_way(out):
+                raise RuntimeError("the step has not waited for it")
+            return
         wait_for(out)
         return
     for part in parts:
@@ -171,6 +194,8 @@ def parts_got(
     got = out
     if namespace_of(func) == "c10d":
         got = next(bound[key] for key in _BUFFER if key in bound)
+    if call.kind == "all_to_all":
+        return _chunks(got, bound.get("output_split_sizes"), len(call.ranks))
     return _parts(got, len(call.ranks), split=call.kind == "all_gather")
 
 
@@ -182,6 +207,15 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 def _parts(value: Any, num_ranks: int, *, split: bool) -> tuple[Part, ...]:
     items = [value] if isinstance(value, Tensor) else list(value)
     return tuple(_part(item, num_ranks, split=split) for item in items)
+
+
+def _chunks(value: Any, sizes: Sequence[int] | None, num_ranks: int) -> tuple[Part, ...]:
+    """What goes to, or comes from, each rank: rows of one tensor, or one tensor each."""
+    if not isinstance(value, Tensor):
+        return (Part(tuple(value), tuple(value)),)
+    item = value.detach()
+    chunks = item.split(list(sizes)) if sizes else item.reshape(num_ranks, -1).unbind(0)
+    return (Part(tuple(chunks), (item,)),)
 
 
 def _part(item: Tensor | Sequence[Tensor], num_ranks: int, *, split: bool) -> Part:
@@ -201,5 +235,5 @@ def _reduction(value: Any) -> str:
 
 def _root(bound: dict[str, Any], ranks: tuple[int, ...]) -> int:
     """`c10d` counts ranks within the group, and so do functional ops."""
-    place = bound.get("root_rank", bound.get("src"))
+    place = bound.get("root_rank", bound.get("src", bound.get("dst")))
     return -1 if place is None else ranks[int(place)]

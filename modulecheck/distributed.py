@@ -164,6 +164,12 @@ def wait_for(out: Any) -> None:
             _torch.unbox_work()(item).wait()
 
 
+def is_on_its_way(out: Any) -> bool:
+    """True for the work of a receive that nobody has waited for: of gloo, that can be done once."""
+    work: Any = _torch.unbox_work()(out)
+    return not work.is_completed()
+
+
 class CollectiveError(RuntimeError):
     """A run again would talk to other ranks, which may not do the same."""
 

@@ -142,9 +142,35 @@ def every_op(rank: int) -> Tensor:
     return torch.cat([*results, *listed, *halves, part, buffer, *(item + 0 for item in mapped)])
 
 
-def others(rank: int) -> None:
+def exchanges(rank: int) -> Tensor:
+    """What is exchanged by other ops than those of every step."""
     values = torch.arange(4.0) + rank
-    dist.all_to_all_single(torch.empty(4), values)
+    equal, uneven = torch.empty(4), torch.empty(2 + 4 * rank)
+    dist.all_to_all_single(equal, values)
+    dist.all_to_all_single(uneven, values, [1 + 2 * rank] * 2, [1, 3], async_op=True).wait()
+    mapped = functional.all_to_all_single(values, None, None, dist.group.WORLD) + 0
+    parts = [torch.empty(4), torch.empty(4)] if rank == 1 else None
+    dist.gather(values, parts, dst=1)
+    dealt = torch.empty(4)
+    dist.scatter(dealt, [values, values * 2] if rank == 0 else None, src=0)
+    reduced = values.clone()
+    dist.reduce(reduced, dst=0)
+    received = torch.empty(4)
+    requests = [dist.irecv(received, 1 - rank, tag=7), dist.isend(values, 1 - rank, tag=7)]
+    for request in requests:
+        request.wait()
+    if rank == 0:
+        dist.send(values * 3, 1)
+    else:
+        dist.recv(received, 0)
+    return torch.cat([equal, uneven, mapped, *(parts or []), dealt, received, reduced * (1 - rank)])
+
+
+def others(rank: int) -> None:
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(torch.ones(2))
     dist.barrier()
 
 
@@ -152,6 +178,15 @@ def ops(rank: int) -> dict[str, Any]:
     plain = every_op(rank)
     with audit_collectives() as audit:
         audited = every_op(rank)
+    exchanged = exchanges(rank)
+    with audit_collectives() as exchange:
+        again = exchanges(rank)
+    with audit_collectives() as alone:
+        dist.all_reduce(torch.ones(2))
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+    if rank == 1:
+        dist.recv(torch.ones(2), 0)
     with audit_collectives() as uncounted:
         others(rank)
         dist.all_reduce(torch.ones(2))
@@ -162,6 +197,8 @@ def ops(rank: int) -> dict[str, Any]:
     return {
         "all": {**told(audit), "same": torch.equal(plain, audited)},
         "others": told(uncounted),
+        "exchange": {**told(exchange), "same": torch.equal(exchanged, again)},
+        "alone": told(alone),
         "booleans": told(booleans),
         "empty": told(empty),
     }
@@ -187,9 +224,14 @@ def planted(op: str, spoil: Callable[[Any], None], *, here: bool) -> Iterator[No
             sent = given.clone()
             spoil(sent.view(2, -1)[1])  # what rank 1 will get
             return kernel.call_boxed(keyset, output, sent, *rest, **kwargs)
+        if op == "send":
+            sent = [tensor.clone() for tensor in args[0]]
+            spoil(sent)
+            return kernel.call_boxed(keyset, sent, *args[1:], **kwargs)
         out = kernel.call_boxed(keyset, *args, **kwargs)
-        dist.Work.unbox(out[-1]).wait()
-        spoil(out[0])
+        written, work = (out[0], out[-1]) if isinstance(out, tuple) else (args[0], out)
+        dist.Work.unbox(work).wait()
+        spoil(written)
         return out
 
     library = torch.library.Library("c10d", "IMPL")
@@ -236,8 +278,22 @@ FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
 }
 
 
+EXCHANGES = {
+    "all_to_all": ("alltoall_base_", 1),
+    "gather": ("gather_", 1),
+    "scatter": ("scatter_", 1),
+    "reduce": ("reduce_", 0),
+    "recv": ("send", 0),
+}
+"""By kind of collective: the op, and the rank whose backend is wrong."""
+
+
 def faulty_steps(rank: int) -> dict[str, Any]:
     found = {}
+    for kind, (op, wrong) in EXCHANGES.items():
+        with planted(op, scale_one, here=rank == wrong), audit_collectives() as audit:
+            exchanges(rank)
+        found[f"exchange_{kind}"] = told(audit)
     for name, (wrap, op, spoil) in FAULTS.items():
         with planted(op, spoil, here=rank == 1):
             found[name] = told(train(wrap, rank, audit=True)[1])

@@ -14,7 +14,7 @@ from modulecheck.collective_findings import compare_ranks
 from modulecheck.collective_rule import Digest, compare_sums, digest
 from modulecheck.sidechannel import TIMEOUT_S
 from opcheck import ArgumentError, Verdict
-from tests.audit_steps import FAULTS, WRAPS
+from tests.audit_steps import EXCHANGES, FAULTS, WRAPS
 from tests.on_ranks import run
 
 # ---- the rule -----------------------------------------------------------------------------------
@@ -219,12 +219,34 @@ def test_every_way_to_call_a_collective_is_understood(steps: list[Any]) -> None:
         "all_gather": 3, "all_reduce": 11, "broadcast": 2, "reduce_scatter": 3
     }  # fmt: skip
     others = steps[0]["ops"]["others"]
-    assert others["not_understood"] == {"c10d.alltoall_base_": 2}
-    assert "not compared: c10d.alltoall_base_, 2 calls" in others["report"]
+    assert others["not_understood"] == {"c10d.recv_any_source_": 1}
+    assert "not compared: c10d.recv_any_source_, 1 call" in others["report"]
+    assert others["verdict"] == "PASS"
     assert steps[0]["ops"]["empty"]["verdict"] == "INCONCLUSIVE"
     booleans = steps[0]["ops"]["booleans"]  # of a sum of them only the bits are known
     assert (booleans["verdict"], booleans["compared"]) == ("INCONCLUSIVE", {"all_reduce": 1})
     assert "only the bits are known" in booleans["report"]
+
+
+@several_processes
+def test_what_is_exchanged_has_the_bits_that_were_given(steps: list[Any]) -> None:
+    found = steps[0]["ops"]["exchange"]
+    assert (found["same"], found["verdict"]) == (True, "PASS"), found["report"]
+    assert found["compared"] == {
+        "all_to_all": 3, "gather": 1, "scatter": 1, "reduce": 1, "send and receive": 3
+    }  # fmt: skip
+    alone = steps[0]["ops"]["alone"]
+    assert alone["verdict"] == "INCONCLUSIVE"
+    assert "rank 0 sent 1 tensors to rank 1, which received 0" in alone["report"]
+
+
+@several_processes
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_an_exchange_that_changes_a_number_is_named(steps: list[Any], kind: str) -> None:
+    found = steps[0]["faulty"][f"exchange_{kind}"]
+    assert found["verdict"] == "FAIL"
+    wrong = [(item["rank"], item["kind"]) for item in found["findings"]]
+    assert wrong == [(0 if kind == "reduce" else 1, kind)] * len(wrong)
 
 
 @several_processes
