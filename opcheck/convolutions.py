@@ -43,10 +43,11 @@ _WORST_GROUPS = 2
 
 
 def is_convolution(call: Call) -> bool:
-    """Forward or backward, with images in the first dimension."""
+    """Forward or backward, with images in the first dimension, and some of them."""
     if call.traits.base not in ("convolution", "convolution_backward"):
         return False
-    return bool(argument(call, "input").dim() >= 3)
+    x = argument(call, "input")
+    return bool(x.dim() >= 3 and x.shape[0])
 
 
 def judge_convolution(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:

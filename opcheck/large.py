@@ -24,6 +24,7 @@ from opcheck.sampled import (
 )
 from opcheck.sampled_elements import ElementsKept, elements_before, judge_elements_of
 from opcheck.slices import Kept, Part, Pick, cut_with, keep, part_of_slices
+from opcheck.tensor_kinds import tensors_within
 from opcheck.wholes import is_whole, judge_whole
 
 __all__ = ["judge_large", "prepare_large", "strategy_of"]
@@ -78,6 +79,8 @@ def judge_large(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReas
     Raises:
         Anything that its reference raises.
     """
+    if _is_empty(out):  # of no rows, through large weights: an expert that got no token
+        return SkipReason.NOTHING_TO_COMPARE
     strategy = strategy_of(call)
     if strategy == "sampled_elements":
         earlier = call.large if isinstance(call.large, ElementsKept) else None
@@ -88,6 +91,11 @@ def judge_large(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReas
     if strategy == "sampled_rows":
         return _judge_rows(call, out, criterion)
     return SkipReason.NOT_CHECKABLE
+
+
+def _is_empty(out: Any) -> bool:
+    results = list(tensors_within(out))
+    return bool(results) and not any(result.numel() for result in results)
 
 
 def _judge_projected(call: Call, out: Any, criterion: Criterion) -> Judged | SkipReason:

@@ -227,3 +227,24 @@ def test_a_torchscript_module_trains(scripted: bool, tmp_path: Path) -> None:
     assert session.verdict is Verdict.PASS, session.report()
     in_optimizer = {item.module for item in session.records if item.phase == "optimizer"}
     assert in_optimizer == {"0", "2"}
+
+
+def expert_without_tokens() -> None:
+    linear = torch.nn.Linear(40, 40)
+    linear(normal(0, 40).requires_grad_()).sum().backward()
+    linear(normal(3, 40)).sum().backward()
+
+
+def detector_without_boxes() -> None:
+    for options in ({}, {"groups": 8}):
+        head = torch.nn.Conv2d(8, 16, 3, **options)
+        head(normal(0, 8, 6, 6).requires_grad_()).sum().backward()
+    torch.nn.ConvTranspose2d(8, 16, 3)(normal(0, 8, 6, 6).requires_grad_()).sum().backward()
+    head(normal(1, 8, 6, 6))
+
+
+@pytest.mark.parametrize("program", [expert_without_tokens, detector_without_boxes])
+def test_an_empty_batch_through_large_weights_is_no_crash(program: Program, tmp_path: Path) -> None:
+    session = checked(program, tmp_path, max_numel=50)
+    assert session.verdict is Verdict.PASS, session.report()
+    assert session.coverage.skipped["nothing_to_compare"] > 0
