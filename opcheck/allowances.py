@@ -156,10 +156,13 @@ def _beside_largest(inputs: Inputs, golden: Array, dtype: str) -> Array:
 
 
 def _exp_overflows(inputs: Inputs, golden: Array, dtype: str) -> Array:
-    """Where exp(-x * target) does; of a sum of such terms, where one of them does."""
-    x, target = _of(inputs[-2]), _of(inputs[-1])
+    """Where exp(-x * target) does, or its products; of a sum of terms, where one of them does."""
+    *grads, x, target = (_of(item) for item in inputs)
+    factor = np.maximum(1.0, np.absolute(target))
+    for grad in grads:
+        factor = factor * np.maximum(1.0, np.absolute(grad))
     largest = math.log(ROUNDS_TO_INF[dtype]) * (1.0 - 4.0 * EPS[dtype])
-    where: Array = -x * target >= largest
+    where: Array = -x * target + np.log(factor) >= largest
     return where if where.shape == golden.shape else np.full(golden.shape, where.any())
 
 

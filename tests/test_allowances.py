@@ -81,6 +81,18 @@ def pairs_divided() -> None:
     torch.div(x.half(), y.half(), rounding_mode="trunc")
 
 
+def with_logits() -> None:
+    weight = (5 * uniform(5, seed=3)).to(BF16)
+    F.binary_cross_entropy_with_logits(
+        (normal(5, 5, seed=1) * 9).to(BF16), uniform(5, 5, seed=2).to(BF16), pos_weight=weight,
+        reduction="none",
+    )  # fmt: skip
+
+
+def in_half(size: tuple[int, ...], mode: str, to: tuple[int, ...]) -> None:
+    F.interpolate(normal(1, 2, *size).to(FP16), size=to, mode=mode)
+
+
 BIG, SMALL = (200, 201), (37, 300)
 CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
     "gelu": ("gelu", 0, lambda: F.gelu(torch.linspace(-6, -2, 4096))),
@@ -112,6 +124,11 @@ CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
     "soft margin backward": ("soft_margin_loss_backward", 0, soft_margin),
     "matrix exp": (
         "linalg_matrix_exp", 0, lambda: torch.linalg.matrix_exp((normal(5, 5) * 5).to(BF16))
+    ),
+    "logits": ("binary_cross_entropy_with_logits", 0, with_logits),
+    "linear in half": ("upsample_linear1d", 0, lambda: in_half((255,), "linear", (100,))),
+    "bilinear in half": (
+        "upsample_bilinear2d", 0, lambda: in_half((10, 10), "bilinear", (100, 100))
     ),
     "linear": ("upsample_linear1d", 1, lambda: resized((777,), "linear", (300,))),
     "linear backward": ("upsample_linear1d_backward", 0, lambda: resized((777,), "linear", (300,))),
@@ -223,3 +240,15 @@ def test_fault_is_found_within_an_allowance(
 
     monkeypatch.setattr(comparison, "judge", wrong)
     assert Verdict.FAIL in verdicts(tmp_path, key, step)
+
+
+def test_products_of_soft_margins_may_overflow(tmp_path: Any) -> None:
+    x = torch.full((64,), -8.0).half()  # exp(8) is 2981
+    step = lambda grad: gradient(  # noqa: E731
+        lambda y: F.soft_margin_loss(y, torch.ones_like(y), reduction="none"),
+        x, grad=torch.full_like(x, grad),
+    )  # fmt: skip
+    for grad in (1.0, 100.0):
+        assert set(verdicts(tmp_path, "soft_margin_loss_backward", lambda g=grad: step(g))) == {
+            Verdict.PASS
+        }
