@@ -199,6 +199,20 @@ def _gradient_at_positions(inputs: Inputs, golden: Array, dtype: str) -> Array:
     return np.full(golden.shape, share * typical)
 
 
+def _gradient_of_positions(inputs: Inputs, golden: Array, dtype: str) -> Array:
+    x, grid = inputs[1], inputs[2]
+    if x is None or grid is None:
+        return np.zeros(golden.shape)
+    sizes = np.array(x.shape[:1:-1], dtype=np.float64)  # a grid has the last dimension first
+    slope = 0.125 * compute_eps(dtype) * float(sizes.sum()) * _root_mean_square(golden)
+    # bilinear gradients jump where a position crosses a pixel, by either meaning of the corners
+    positions = ((grid + 1) * (sizes - 1) / 2, ((grid + 1) * sizes - 1) / 2)
+    near = np.zeros(golden.shape, dtype=bool)
+    for position in positions:
+        near |= np.absolute(position - np.rint(position)) <= 2.0 * compute_eps(dtype) * sizes
+    return np.where(near, 2.0 * _top(golden), slope)
+
+
 def _floored(inputs: Inputs, golden: Array, dtype: str) -> Array:
     rounding: Array = EPS[dtype] * np.absolute(golden)
     dividend, divisor = _first(inputs), inputs[1] if len(inputs) > 1 else None
@@ -252,6 +266,13 @@ _GRID_BACKWARD = Allowance(
     bound=lambda inputs, golden, dtype: 3.0 * _top(golden),
     note=_GRID.note,
     evidence="as forward: |y-g| up to 2.07 times max|g|",
+)
+_GRID_POSITIONS = Allowance(
+    outputs=(1,),
+    extra=_gradient_of_positions,
+    evidence="gradients of the grid: positions are off by eps * size pixels, 1.8 (bicubic) and 2.2"
+    " (bilinear) times the limit in the middle of 256 and 512 pixels, and 3,145 times where a"
+    " position crosses a pixel (5 of 524,288)",
 )
 _LINSPACE = Allowance(
     half_result=True,
@@ -368,8 +389,9 @@ ALLOWANCES: Mapping[str, Allowance | tuple[Allowance, ...]] = MappingProxyType(
                 evidence="as of resizing: bicubic gradients of 256 x 256 pixels, 1.46 times the"
                 " limit (float32)",
             ),
+            _GRID_POSITIONS,
         ),
-        "grid_sampler_3d_backward": _GRID_BACKWARD,
+        "grid_sampler_3d_backward": (_GRID_BACKWARD, _GRID_POSITIONS),
         "linspace": _LINSPACE,
         "native_layer_norm": Allowance(
             half_result=True,

@@ -46,6 +46,13 @@ def sampled(dtype: torch.dtype, dims: int) -> None:
     gradient(lambda a: F.grid_sample(a, grid, align_corners=False), x)
 
 
+def grid_gradient(mode: str, side: int, seed: int, *, spread: float, corners: bool) -> None:
+    x = normal(1, 2, side, side, seed=seed)
+    grid = (2 * uniform(1, side, side, 2, seed=seed + 1) - 1) * spread
+    sample = lambda g: F.grid_sample(x, g, mode=mode, align_corners=corners)  # noqa: E731
+    gradient(sample, grid)
+
+
 def float32_weights() -> None:
     x, grad = normal(1024, 24).to(BF16), normal(1024, 24, seed=1).abs().to(BF16)
     weight, bias = torch.ones(24), torch.zeros(24)
@@ -103,6 +110,14 @@ CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
     "grid 3d": ("grid_sampler_3d", 0, lambda: sampled(FP16, 3)),
     "grid 2d backward": ("grid_sampler_2d_backward", 0, lambda: sampled(BF16, 2)),
     "grid 3d backward": ("grid_sampler_3d_backward", 0, lambda: sampled(FP16, 3)),
+    "bicubic grid": (
+        "grid_sampler_2d_backward", 2,
+        lambda: grid_gradient("bicubic", 256, 6, spread=0.3, corners=True),
+    ),
+    "bilinear grid": (
+        "grid_sampler_2d_backward", 2,
+        lambda: grid_gradient("bilinear", 400, 2, spread=0.3, corners=False),
+    ),
     "linspace": ("linspace", 0, lambda: torch.linspace(-1, 1.3, 999, dtype=BF16)),
     "layer norm of one": (
         "native_layer_norm", 0, lambda: F.layer_norm((normal(4096, 1) * 100).to(BF16), (1,))
@@ -215,7 +230,12 @@ def one_nan(flat: Tensor) -> None:
     flat[smallest(flat)] = float("nan")
 
 
-_OUTPUT = {"layer norm, float32 weights": 1, "svd of low rank": 1}
+_OUTPUT = {
+    "bicubic grid": 1,
+    "bilinear grid": 1,
+    "layer norm, float32 weights": 1,
+    "svd of low rank": 1,
+}
 _UNSEEN = {
     "grid 2d", "grid 3d", "grid 2d backward", "grid 3d backward", "layer norm of one",
     "svd of low rank",
