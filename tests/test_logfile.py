@@ -288,6 +288,15 @@ def test_a_bad_record_costs_a_warning_with_its_line(tmp_path, bad):
     assert any("x.jsonl:3: " in warning for warning in run.warnings)
 
 
+def test_of_many_bad_records_the_first_are_shown_and_the_others_counted(tmp_path):
+    lines = logs.run_lines([logs.passing(0)])
+    bad = json.dumps({"type": "record", **to_json(logs.passing(5)), "op": 5})
+    run = load_run(logs.write_log(tmp_path / "x.jsonl", [*lines[:2], *[bad] * 8, *lines[2:]]))
+    shown = [warning for warning in run.warnings if "x.jsonl:" in warning]
+    assert len(shown) == 5
+    assert "and 3 more lines that could not be read" in run.warnings
+
+
 def test_missing_fields_take_defaults_and_extra_ones_are_ignored(tmp_path):
     lines = [
         logs.header_line("r", future={"a": [1]}),

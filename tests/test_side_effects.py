@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opcheck
 from opcheck import SkipReason, Verdict
+from opcheck.outside import outside_everything
 from tests import models
-from tests.step_equality import EmptyMode
+from tests.step_equality import EmptyMode, active_modes
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 
@@ -78,6 +79,18 @@ def test_a_checked_tensor_can_be_resized_as_before(tmp_path):
         tensors[0].add_(1)
     assert session.coverage.checked >= 4
     assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
+def test_reference_work_is_outside_of_autograd_autocast_and_modes():
+    weight = torch.ones(3, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), EmptyMode():
+        with outside_everything():
+            inside = weight @ weight
+            assert not active_modes()
+        outside = weight @ weight
+        assert len(active_modes()) == 1
+    assert (inside.dtype, inside.requires_grad) == (torch.float32, False)
+    assert (outside.dtype, outside.requires_grad) == (torch.bfloat16, True)
 
 
 # ---- a module that is run again, because its outputs turned non-finite ----
