@@ -180,6 +180,12 @@ def _pooled(inputs: Inputs, golden: Array, dtype: str) -> Array:
     return EPS[dtype] * (_root_mean_square(_first(inputs)) + drift)
 
 
+def _spread_over_windows(inputs: Inputs, golden: Array, dtype: str) -> Array:
+    grad = _first(inputs)
+    term = _top(grad) * grad.size / max(golden.size, 1)
+    return np.full(golden.shape, 0.05 * EPS[dtype] * term)
+
+
 def _interpolated(inputs: Inputs, golden: Array, dtype: str) -> Array:
     return np.full(golden.shape, 0.5 * EPS[dtype] * _root_mean_square(_first(inputs)))
 
@@ -401,7 +407,12 @@ ALLOWANCES: Mapping[str, Allowance | tuple[Allowance, ...]] = MappingProxyType(
             " gives 0: up to 0.44 * 2^-23 * rstd * |x| (1.5 in all allowed)",
         ),
         "_adaptive_avg_pool2d_backward": Allowance(
-            half_result=True, limit_factor=2.5, evidence="1.81 times the limit in 53 calls (bf16)"
+            half_result=True,
+            limit_factor=2.5,
+            extra=_spread_over_windows,
+            evidence="windows that overlap are summed in 16 bit: 1.81 times the limit in 53 calls"
+            " (bf16), and sums that cancel 22 times (fp16, 20 by 24 pixels of 9 by 11); 0.69 * eps"
+            " * the largest term in all (3 allowed)",
         ),
         "_adaptive_avg_pool3d_backward": Allowance(
             half_result=True, limit_factor=5.0, evidence="3.42 times the limit in 43 calls (bf16)"

@@ -74,6 +74,10 @@ def soft_margin() -> None:
     gradient(loss, (normal(50, 20) * 20).half())
 
 
+def pooled(dtype: torch.dtype) -> None:
+    gradient(lambda x: F.adaptive_avg_pool2d(x, (9, 11)), normal(2, 3, 20, 24).to(dtype))
+
+
 def mse_of_odd_size() -> None:
     x, y = normal(1000).half(), normal(1000, seed=1).half()
     gradient(lambda a: F.mse_loss(a, y), x, grad=torch.ones((), dtype=FP16))
@@ -126,6 +130,7 @@ CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
         "_adaptive_avg_pool3d", 0,
         lambda: F.adaptive_avg_pool3d(normal(2, 3, 16, 16, 16).to(BF16), (2, 2, 2)),
     ),
+    "pool 2d backward": ("_adaptive_avg_pool2d_backward", 0, lambda: pooled(FP16)),
     "div by a number": ("div.Scalar_mode", 0, lambda: torch.ops.aten.div.Scalar_mode(
         (normal(10000) * 10).to(BF16), 0.3, rounding_mode="trunc")),
     "div": ("div.Tensor_mode", 0, pairs_divided),
