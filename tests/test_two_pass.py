@@ -101,6 +101,21 @@ def test_wrong_forward_begins_in_its_block_and_is_inherited_by_the_others(
         assert "inherited" in later.fwd_output[0].notes
 
 
+def test_origins_are_looked_for_in_the_modes_of_the_step() -> None:
+    workload = stack("dropout")
+    where = mark(workload.model, 1)
+
+    def step(model: nn.Module) -> Tensor:
+        model.eval()
+        return step_of(workload)(model)
+
+    backend = wrong_backend(forward=add_to_one(1e-2))
+    result = two_pass(workload, block_class("dropout"), backend, step=step)
+    assert {name for name, _ in result.suspects} == {where}
+    failed = [item for item in named(result, where).fwd_output if item.judged == Verdict.FAIL]
+    assert [item.max_abs for item in failed] == [pytest.approx(1e-2, rel=1e-3)]
+
+
 def test_doubled_backward_begins_in_its_block() -> None:
     workload = stack("tuple")
     where = mark(workload.model)
