@@ -142,7 +142,7 @@ _LAYOUT_BY_NAME = frozenset(
         # reads of one value or of metadata
         "_local_scalar_dense", "item", "is_same_size", "is_pinned", "is_set_to", "record_stream",
         "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel",
-        "_version", "is_coalesced", "dense_dim", "sparse_dim", "_nnz",
+        "_version", "is_coalesced", "dense_dim", "sparse_dim", "_nnz", "_has_same_storage_numel",
         # storage is exchanged, nothing is computed
         "set_", "set_data",
     }

@@ -69,6 +69,8 @@ def is_pointwise(call: Call) -> bool:
     base = call.traits.base
     if base in _LOSSES_WITH_MEAN:
         return bool(argument(call, "reduction", 1) != 1)
+    if base == "equal":  # tagged so, and gives one answer for all elements
+        return False
     return base in POINTWISE or "pointwise" in _torch.tags_of(call.func)
 
 

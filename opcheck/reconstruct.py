@@ -192,6 +192,8 @@ def _histogram(call: Call, results: Sequence[Array], dtype: str) -> list[Identit
     low, high = float(argument(call, "min", 0)), float(argument(call, "max", 0))
     if low == high:
         low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
+    if low == high:  # all values are one: torch counts from 1 below to 1 above, it in the middle
+        low, high = low - 1.0, high + 1.0
     if not low < high or not np.isfinite([low, high]).all():
         return []
     edges = np.linspace(low, high, counts.size + 1)[1:]

@@ -21,6 +21,7 @@ from modulecheck import PrecisionChecker
 from opcheck.records import SkipReason
 from opcheck.verdicts import Rule, judge_golden
 from tests.exploring import examples
+from tests.faults import planted, spoiled
 from tests.step_equality import EmptyMode, active_modes, global_hooks, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what torch says is its own
@@ -426,3 +427,29 @@ def test_nan_to_num_of_complex_numbers_knows_their_limits(tmp_path) -> None:
         torch.nan_to_num(torch.tensor([complex(INF, -INF), 1j]))
     assert session.failures == []
     assert session.coverage.checked == 1
+
+
+@pytest.mark.parametrize("bins", [4, 6, 1])
+@pytest.mark.parametrize("value", [-0.1467950940132141, 0.1, 3.0, -1e4, 12345.678])
+def test_one_value_on_the_edge_of_a_bin_is_counted_on_either_side(value, bins, tmp_path) -> None:
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.histc(torch.full((1,), value), bins)
+    assert session.failures == []
+    assert session.coverage.checked >= 1
+
+
+def test_a_value_counted_in_a_bin_far_away_fails(tmp_path) -> None:
+    wrong = planted("aten.histc.default", spoiled(lambda counts: counts.copy_(counts.roll(2))))
+    with wrong, opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.histc(torch.full((1,), 0.1), 4)
+    assert [record.op for record in session.failures] == ["aten.histc.default"]
+
+
+def test_how_much_memory_a_tensor_is_a_view_of_is_no_number_to_check(tmp_path) -> None:
+    """Forward-mode AD asks; a copy on which the reference runs has less."""
+    base = torch.arange(12.0)
+    with opcheck.check(log_dir=tmp_path, quiet=True) as session:
+        torch.func.jvp(torch.sigmoid, (base[2:5],), (torch.ones(3),))
+        assert not torch.ops.aten._has_same_storage_numel(base[:3], torch.ones(3))
+    assert session.failures == []
+    assert session.coverage.checked

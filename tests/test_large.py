@@ -426,6 +426,17 @@ def test_what_is_made_like_a_large_tensor_has_a_size_of_its_own(source, dtype, s
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("change", ["an element", "the shape"])
+def test_whether_large_tensors_are_equal_is_not_asked_of_a_sample(change, tmp_path):
+    other = X.clone()
+    other[150, 200] += 1
+    other = other if change == "an element" else other[:7]
+    session = checked(tmp_path, lambda: torch.equal(X, other), max_numel=100)
+    assert session.coverage.errors == 0
+    assert session.failures == []
+    assert session.coverage.skipped[SkipReason.NOT_CHECKABLE] == 1
+
+
 @pytest.mark.parametrize("conjugated", [False, True])
 def test_norms_of_a_list_with_complex_tensors(conjugated, tmp_path):
     z = torch.complex(X, Y)
