@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opcheck import tolerances as tol
+from opcheck.arrays import fill_of, size_beside_fill
 from opcheck.verdicts import Outcome, Rule, judge_golden, rms
 
 __all__ = [
@@ -91,7 +92,7 @@ def allowed_errors(reference: Array, precision: str) -> Array:
     size = np.absolute(np.where(np.isfinite(expected), expected, 0.0))
     least = tol.ALLOWED_UNDERFLOW[rule_dtype(precision)]
     step = limits_for(precision).element * COARSENESS[precision]
-    allowed: Array = step * np.maximum(size, _typical(size)) + least
+    allowed: Array = step * np.maximum(size, size_beside_fill(size, rms(size))) + least
     return allowed
 
 
@@ -113,19 +114,14 @@ def judge_calibrated(actual: Array, reference: Array, precision: str) -> tuple[O
     return _whole_tensor(outcome, components(actual), expected, eps, limits), allowed
 
 
-def _typical(size: Array) -> float:
-    """rms, capped at a multiple of the median of what is not zero: one mask hides no values."""
-    nonzero = size[size > 0.0]
-    if not nonzero.size:
-        return 0.0
-    return min(rms(size), tol.MAX_RMS_OVER_MEDIAN * float(np.median(nonzero)))
-
-
 def _whole_tensor(
     outcome: Outcome, actual: Array, expected: Array, eps: float, limits: Limits
 ) -> Outcome:
     """The two tests that see a small error spread over all elements."""
     finite = np.isfinite(expected) & np.isfinite(actual)
+    fill = fill_of(np.where(finite, expected, 0.0))
+    if fill is not None:  # no measure of the others; each of its elements has been judged
+        finite &= ~fill
     expected = expected[finite]
     size = rms(expected)
     if not expected.size or not size:

@@ -11,11 +11,11 @@ import numpy as np
 
 from modulecheck.compared import Array, Compared, Documented, References, flat
 from opcheck import tolerances as tol
-from opcheck.arrays import classes
+from opcheck.arrays import classes, fill_of, rms_apart, size_beside_fill, typical_size
 from opcheck.records import Metrics, Verdict
 from opcheck.verdicts import rms, round_to, spacing_of
 
-__all__ = ["LIMITS", "SENSITIVE_DRAWS", "Limits", "Measured", "Trial", "typical_of"]
+__all__ = ["LIMITS", "SENSITIVE_DRAWS", "Limits", "Measured", "Trial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,6 @@ class Measured:
         if size >= tol.MIN_ELEMENTS and self.rms_ratio > limits.rms_ratio:
             return "rms"
         return "shift" if abs(self.shift) > self.shift_limit else ""
-
-
-def typical_of(golden: Array) -> float:
-    """rms, unless a few huge elements make it that of nobody."""
-    nonzero = np.abs(golden[golden != 0.0])
-    if not nonzero.size:
-        return 0.0
-    return min(rms(golden), tol.MAX_RMS_OVER_MEDIAN * float(np.median(nonzero)))
 
 
 @dataclass(slots=True)
@@ -153,8 +145,8 @@ class Trial:
         """Hold `actual` against the interval of two results; they may be the same one."""
         own = eager - golden
         share = tol.PERTURBED_SHARE_HALF if self.half else tol.PERTURBED_SHARE
-        typical = typical_of(golden)
-        allowed = self.spacing(golden, moved) + rms(own)
+        typical = typical_size(golden, rms(golden))
+        allowed = self.spacing(golden, moved) + rms_apart(own, fill_of(golden))
         low, high = np.minimum(eager, golden), np.maximum(eager, golden)
         distance = np.maximum(np.maximum(low - self.actual, self.actual - high), 0.0)
         q = distance / allowed
@@ -194,8 +186,8 @@ class Trial:
         """What rounding alone explains, of each element."""
         share = tol.PERTURBED_SHARE_HALF if self.half else tol.PERTURBED_SHARE
         allowed = spacing_of(golden, self.dtype) + tol.ALLOWED_UNDERFLOW[self.dtype]
-        allowed += share * np.maximum(moved, tol.LOCAL_FLOOR * rms(moved))
-        allowed += tol.compute_eps(self.dtype) * typical_of(golden)
+        allowed += share * np.maximum(moved, tol.LOCAL_FLOOR * rms_apart(moved, fill_of(golden)))
+        allowed += tol.compute_eps(self.dtype) * size_beside_fill(golden, rms(golden))
         return np.asarray(allowed)
 
     def tests_shift(self) -> bool:

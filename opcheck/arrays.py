@@ -23,10 +23,13 @@ __all__ = [
     "absolute_difference",
     "classes",
     "components",
+    "fill_of",
     "flat_of",
     "pair_of",
     "rms",
+    "rms_apart",
     "round_to",
+    "size_beside_fill",
     "spacing_of",
     "typical_size",
 ]
@@ -70,6 +73,44 @@ def typical_size(values: Array, size: float) -> float:
     if np.count_nonzero(nonzero < size / tol.MAX_RMS_OVER_MEDIAN) <= middle:
         return size
     return min(size, tol.MAX_RMS_OVER_MEDIAN * float(np.partition(nonzero, middle)[middle]))
+
+
+def fill_of(values: Array) -> Array | None:
+    """Which elements are a huge value that many have, as in masked scores; None if none is.
+
+    Args:
+        values: flat.
+    """
+    magnitude = np.absolute(values)
+    top = float(np.maximum.reduce(magnitude, initial=0.0))
+    if not tol.SMALLEST_FILL <= top < math.inf:
+        return None
+    fill: Array = magnitude >= top * (1 - tol.FILL_SPREAD)
+    num_filled = int(np.count_nonzero(fill))
+    num_rest = int(np.count_nonzero(magnitude)) - num_filled
+    if min(num_filled, num_rest) < tol.MIN_ELEMENTS or num_filled < tol.LEAST_FILL * num_rest:
+        return None
+    between = magnitude >= top / tol.FILL_OVER_REST
+    return fill if np.count_nonzero(between) == num_filled else None
+
+
+def size_beside_fill(values: Array, size: float) -> float:
+    """`typical_size`, of what is left where there is a fill value.
+
+    Args:
+        values: flat.
+        size: as there.
+    """
+    fill = fill_of(values)
+    if fill is None:
+        return typical_size(values, size)
+    rest = values[~fill]
+    return typical_size(rest, rms(rest))
+
+
+def rms_apart(values: Array, fill: Array | None) -> Array | float:
+    """rms; where there is a fill value, that of its elements at those, of the others at others."""
+    return rms(values) if fill is None else np.where(fill, rms(values[fill]), rms(values[~fill]))
 
 
 def spacing_of(values: Array, dtype: str) -> Array:

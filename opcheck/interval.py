@@ -10,7 +10,15 @@ from typing import TypeAlias
 import numpy as np
 
 from opcheck import tolerances as tol
-from opcheck.arrays import Array, components, rms, round_to, spacing_of, typical_size
+from opcheck.arrays import (
+    Array,
+    components,
+    rms,
+    round_to,
+    size_beside_fill,
+    spacing_of,
+    typical_size,
+)
 from opcheck.measures import Part, failed_element, judge_bound, passed
 from opcheck.rules import Outcome, Rule
 
@@ -152,7 +160,8 @@ class _Ranking:
         """Measure."""
         spacing = spacing_of(golden, rule.dtype) + tol.ALLOWED_UNDERFLOW[rule.dtype]
         typical = typical_size(golden, part.scan.expected_rms)
-        base = spacing + tol.compute_eps(rule.dtype) * typical
+        beside = size_beside_fill(golden, part.scan.expected_rms)
+        base = spacing + tol.compute_eps(rule.dtype) * beside
         error = actual - golden
         # among subnormals rounding errs by their spacing, whatever the size: fp16 gradients
         smallest = tol.SMALLEST_NORMAL[rule.dtype]

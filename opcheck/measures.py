@@ -23,8 +23,8 @@ from opcheck.arrays import (
     absolute_difference,
     classes,
     rms,
+    size_beside_fill,
     spacing_of,
-    typical_size,
 )
 from opcheck.records import Metrics
 from opcheck.rules import Outcome, Rule
@@ -110,14 +110,16 @@ def _worst_ratio(
     return worst, shift / actual.size
 
 
-_GLANCE = 4096
-"""Elements that the typical size is taken of."""
+_GLANCE = np.arange(4096) * ((math.sqrt(5) - 1) / 2) % 1.0
+"""Where the elements lie that the typical size is taken of, as shares of the whole: by the golden
+ratio, since any fixed step meets masks and channels that repeat with it."""
 
 
 def typical_at_a_glance(values: Array, size: float) -> float:
-    """`typical_size` with the median of a sample; a wrong guess costs a run in float64 at most."""
-    step = (values.size // _GLANCE) | 1  # odd: not always the same column
-    return typical_size(values[::step], size)
+    """`size_beside_fill` of a sample; a wrong guess costs a run in float64 at most."""
+    if values.size > _GLANCE.size:
+        values = values[(_GLANCE * values.size).astype(np.intp)]
+    return size_beside_fill(values, size)
 
 
 def quick_ratio(pair: Pair, scan: Scan, rule: Rule, *, test_shift: bool) -> float | None:

@@ -106,6 +106,13 @@ LOCAL_FLOOR = 0.25
 draw can miss an element by luck."""
 MAX_RMS_OVER_MEDIAN = 1e3
 """The rms in the allowance is capped at this many medians, or one huge element hides all others."""
+SMALLEST_FILL = 1e3
+FILL_SPREAD = 0.01
+FILL_OVER_REST = 100.0
+LEAST_FILL = 1 / 16
+"""Elements so large, so near each other, so much larger than all others and so many of them beside
+the others are a fill value, which does not count in the typical size of the rest. Scores beside a
+mask of -1e4 or `finfo.min`: x1.01 in all others passed in float32 and bfloat16."""
 ELEMENT_LIMIT = 32.0
 """float32/float64: largest distance in allowances, for reduction lengths up to 4096."""
 REFERENCE_LENGTH_ROOT = 64.0

@@ -278,6 +278,20 @@ def test_a_huge_element_hides_no_others() -> None:
     assert verdict(actual, golden, golden) == Verdict.FAIL
 
 
+@pytest.mark.parametrize("fill", [-1e4, -1e9, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("num_masked", [0, 100, 400, 512, 900])
+@pytest.mark.parametrize("eager_error", [0.0, 2.0**-24])
+def test_masked_elements_hide_no_others(fill: float, num_masked: int, eager_error: float) -> None:
+    golden = in_turn(1024) * distinct(1024)
+    golden[:num_masked] += fill
+    eager = golden * (1 + eager_error)
+    moved = golden * (1 + EPS["float32"] * in_turn(1024))
+    assert verdict(eager, golden, golden, moved=moved) == Verdict.PASS
+    wrong = golden.copy()
+    wrong[num_masked:] *= 1.01
+    assert verdict(wrong, eager, golden, moved=moved) == Verdict.FAIL
+
+
 # ---- noise, and float64 that is no judge --------------------------------------------------------
 
 

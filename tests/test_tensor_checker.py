@@ -612,6 +612,17 @@ def test_calibrated_takes_rounding_to_bf16_and_no_more(checker, factor, passes):
     assert checker.result.criterion == "calibrated"
 
 
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("num_masked", [300, 1900, 3500])
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.01, False)])
+def test_masked_scores_hide_no_others(checker, factor, passes, num_masked, fill):
+    scores = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    is_masked = torch.arange(4096) < num_masked
+    checker.register_tensor("t", torch.where(is_masked, fill, scores))
+    checker.register_tensor("t", torch.where(is_masked, fill, scores * factor))
+    assert checker.check("calibrated") is passes
+
+
 def test_calibrated_judges_complex_numbers_by_component(checker):
     first = torch.randn(64, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     checker.register_tensor("t", first)

@@ -51,7 +51,7 @@ def beside(actual: Any, baseline: Any, golden: Any, rule: Rule = F32) -> Outcome
 
 def some_golden(size: int, rng: np.random.Generator) -> Any:
     values = rng.standard_normal(size)
-    match rng.integers(8):
+    match rng.integers(9):
         case 0:
             return values * 10.0 ** rng.integers(-8, 9)
         case 1:
@@ -66,6 +66,9 @@ def some_golden(size: int, rng: np.random.Generator) -> Any:
             values[rng.integers(size)] = rng.choice([np.nan, np.inf, -np.inf])
         case 6:
             return values * 10.0 ** rng.integers(30, 40)
+        case 7:
+            fill = rng.choice([-1e4, -6e4, 1e30])
+            return np.where(rng.random(size) < rng.uniform(0.02, 0.9), fill, values)
     return values
 
 
@@ -304,6 +307,22 @@ def test_a_few_huge_elements_do_not_hide_the_others(size: int, dtype: str) -> No
     assert beside(actual, actual.copy(), golden, rule).passed
     wrong = actual.copy()
     wrong[5] += 1.0
+    assert golden_only(wrong, golden, rule).why == "elem"
+    assert beside(wrong, actual, golden, rule).why == "elem"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.5, 0.6, 0.9])
+@pytest.mark.parametrize("fill", [-1e4, -1e9, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masked_elements_do_not_hide_the_others(dtype: str, fill: float, share: float) -> None:
+    scores = normal(20_000)
+    mask = np.arange(20_000) % 10 < 10 * share
+    golden = scores + np.where(mask, fill, 0.0)
+    actual = rounded(golden, dtype)
+    rule = Rule(dtype=dtype)
+    assert golden_only(actual, golden, rule).passed
+    assert beside(actual, actual.copy(), golden, rule).passed
+    wrong = rounded(golden * np.where(mask, 1.0, 1.05), dtype)
     assert golden_only(wrong, golden, rule).why == "elem"
     assert beside(wrong, actual, golden, rule).why == "elem"
 
