@@ -25,6 +25,7 @@ __all__ = [
     "NOT_MOVED",
     "NO_FLOAT64",
     "NO_GOLDEN",
+    "NO_HALF_BASELINE",
     "NUMBER_TENSORS_IN_FLOAT32",
     "READS_STORAGE",
     "ROUNDED_INSIDE",
@@ -112,6 +113,13 @@ narrowed (12,618 calls)."""
 
 NO_GOLDEN = frozenset({"nextafter", "nextafter_", "_amp_update_scale", "_amp_update_scale_"})
 """Ops that mean something in their own dtype only."""
+
+NO_HALF_BASELINE = frozenset({"linalg_matrix_exp"})
+"""Base names whose CPU kernel gives wrong numbers in 16 bit, and so is no reference there.
+
+Of torch 2.13: `matrix_exp` of 5 x 5 matrices is off by the identity where the norm is 5e-5, NaN at
+0.01 and 1e30 at 0.5 (bfloat16).
+"""
 
 NO_FLOAT64 = frozenset(
     {

@@ -38,6 +38,7 @@ from opcheck.golden_rules import (
     KEPT_DTYPE,
     NO_FLOAT64,
     NO_GOLDEN,
+    NO_HALF_BASELINE,
     NOT_MOVED,
     Bound,
     wider,
@@ -295,6 +296,8 @@ def choose(call: Call, *, on_device: bool, seed: int) -> Reference | SkipReason:
     if kernel is not None:
         run = partial(_call_kernel, kernel)
         if on_device or overridden:
+            if traits.base in NO_HALF_BASELINE and computing_dtype(call) in HALF:
+                return Reference(call, "float64", run, seed, makes_floats)
             return Reference(call, "cpu kernel", run, seed, makes_floats, has_baseline=True)
         if not _golden_is_independent(call):
             return SkipReason.NO_INDEPENDENT_REFERENCE

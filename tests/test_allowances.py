@@ -142,9 +142,6 @@ CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
         normal(1000, 3).half(), normal(1000, 3, seed=1).half())),
     "soft margin": ("soft_margin_loss", 0, soft_margin),
     "soft margin backward": ("soft_margin_loss_backward", 0, soft_margin),
-    "matrix exp": (
-        "linalg_matrix_exp", 0, lambda: torch.linalg.matrix_exp((normal(5, 5) * 5).to(BF16))
-    ),
     "logits": ("binary_cross_entropy_with_logits", 0, with_logits),
     "linear in half": ("upsample_linear1d", 0, lambda: in_half((255,), "linear", (100,))),
     "bilinear in half": (
@@ -256,8 +253,6 @@ def test_fault_is_found_within_an_allowance(
     key, _, step = CASES[name]
     if change is last_quarter_zero and name in _UNSEEN:
         return
-    if name == "matrix exp":
-        return  # the kernel gives nothing but NaN
     judge = comparison.judge
 
     def wrong(call: Any, out: Any, *args: Any, **options: Any) -> Any:

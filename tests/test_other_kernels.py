@@ -238,3 +238,25 @@ def test_a_gradient_that_cancels_may_be_rounding_alone(*, on_device: bool) -> No
     for wrong in (out[1] + 0.1, out[1] * 10):
         found = judged(func, (grad, x, *rest), (out[0], wrong, out[2]), on_device=on_device)
         assert not found.passed
+
+
+# ---- a kernel of the CPU that is no reference ---------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.01, 0.1, 1.0])
+def test_powers_of_matrices_in_16_bit_are_judged_by_float64_alone(
+    dtype: torch.dtype, scale: float
+) -> None:
+    func, x = aten.linalg_matrix_exp.default, (scale * random(5, 5)).to(dtype)
+    right = torch.linalg.matrix_exp(x.double()).to(dtype)
+    wrong = {
+        "the CPU": func(x),
+        "NaN": torch.full_like(right, math.nan),
+        "one NaN": right.index_fill(0, torch.tensor([2]), math.nan),
+        "beside": right + 1000,
+    }
+    for on_device in (True, False):
+        assert judged(func, (x,), right, on_device=on_device).passed
+        found = {name: judged(func, (x,), out, on_device=on_device) for name, out in wrong.items()}
+        assert not [name for name, item in found.items() if item.passed], on_device
