@@ -31,6 +31,7 @@ __all__ = [
     "ROUNDED_INSIDE",
     "SAVED_STATISTICS",
     "SCALARS_IN_FLOAT32",
+    "SCRATCH",
     "Bound",
     "argument",
     "reduction_length",
@@ -106,10 +107,19 @@ NOT_MOVED: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Floating arguments that are flags: the kernel refuses what lies beside 0 and 1."""
 
-ROUNDED_INSIDE = frozenset({"ldexp", "ldexp_", "binary_cross_entropy_with_logits"})
+SCRATCH: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"mkldnn_rnn_layer_backward": frozenset({"workspace"})}
+)
+"""Arguments that a kernel may write to though the schema does not say so: memory without a meaning
+outside of the op, which torch's own kernel uses again in bfloat16."""
+
+ROUNDED_INSIDE = frozenset(
+    {"ldexp", "ldexp_", "binary_cross_entropy_with_logits", "mkldnn_rnn_layer_backward"}
+)
 """Ops with a finer result that work in the dtype of a 16-bit argument on the way: `x * 2**y` with
-the power in bfloat16. The only two of OpInfo, whose samples were tried with every other tensor
-narrowed (12,618 calls)."""
+the power in bfloat16. The first two are the only ones of OpInfo, whose samples were tried with
+every other tensor narrowed (12,618 calls). An LSTM under autocast has float32 gradients of gates in
+bfloat16: 1.2% off, in all elements."""
 
 NO_GOLDEN = frozenset({"nextafter", "nextafter_", "_amp_update_scale", "_amp_update_scale_"})
 """Ops that mean something in their own dtype only."""

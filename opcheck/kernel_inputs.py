@@ -15,6 +15,7 @@ from torch import Tensor
 from opcheck import _torch
 from opcheck.calls import Call, Param
 from opcheck.compare import Judgement
+from opcheck.golden_rules import SCRATCH
 from opcheck.outside import outside_everything
 from opcheck.references import host_array
 from opcheck.snapshots import copy_strided, snapshot
@@ -51,10 +52,10 @@ def keep_whole(call: Call) -> None:
 
 def with_changed_inputs(call: Call, out: Any, found: Judgement) -> Judgement:
     """Fail a call that changed or gave back an argument which its schema does not let it."""
-    may_change = memory_written(call)
+    may_change, scratch = memory_written(call), SCRATCH.get(call.traits.base, ())
     for param, tensor in _tensors(call):
         before = call.before.get(id(tensor))
-        if before is None or _torch.memory_of(tensor) in may_change:
+        if before is None or _torch.memory_of(tensor) in may_change or param.name in scratch:
             continue
         if tensor.shape != before.shape or _bits(tensor) != _bits(before):
             reason = f"argument {param.name!r} was changed, which the schema does not allow"

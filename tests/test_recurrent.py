@@ -59,6 +59,20 @@ def test_inference_which_has_no_workspace_passes(tmp_path, max_numel, dtype):
     assert [item.reason for item in found if item.verdict is not Verdict.PASS] == []
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_gradients_in_float32_of_gates_in_bfloat16(tmp_path, kinds, factor):
+    with (
+        planted(f"aten.{OPS[1]}.default", spoiled(lambda y: y.mul_(factor), result=0)),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        found = records(tmp_path, 1_000_000, **kinds)
+    backward = [item for item in found if "backward" in item.op]
+    assert "float32" in backward[0].outputs[0]
+    for record in backward:
+        assert record.verdict is (Verdict.PASS if factor == 1.0 else Verdict.FAIL), record.reason
+
+
 @pytest.mark.parametrize("max_numel", [1_000_000, 500], ids=["whole", "sampled"])
 @pytest.mark.parametrize(
     ("op", "number"), [(OPS[0], 0), (OPS[0], 1), (OPS[0], 2), (OPS[1], 0), (OPS[1], 5)]
