@@ -78,6 +78,10 @@ class KernelTable:
             return None
         return kernel
 
+    def has_kernel(self, name: str) -> bool:
+        """True when some kernel runs now on the CPU key, whoever registered it."""
+        return _cpu_kernel(name) is not None
+
     @property
     def overridden(self) -> frozenset[str]:
         """Names of all ops whose kernel on the CPU key is not torch's own.

@@ -13,7 +13,9 @@ import torch
 
 import opcheck
 from opcheck import SkipReason, Verdict
+from opcheck.calls import Call, Site, traits_of
 from opcheck.kernel_table import kernels
+from opcheck.references import choose
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 WHOLE = torch.arange(6)
@@ -31,11 +33,13 @@ def session_of(step: Callable[[], object], folder: Path) -> opcheck.Session:
 
 @pytest.fixture
 def library() -> Iterator[None]:
-    """An op of another namespace, registered after the table of kernels was taken."""
+    """Ops of another namespace, registered after the table of kernels was taken."""
     kernels()
     made = torch.library.Library("skipped", "FRAGMENT")
     made.define("twice(Tensor x) -> Tensor")
     made.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    made.define("elsewhere(Tensor x) -> Tensor")
+    made.impl("elsewhere", lambda x: x * 2, "PrivateUse1")
     try:
         yield
     finally:
@@ -45,7 +49,7 @@ def library() -> Iterator[None]:
 COMPUTING = {
     "an op that draws": (lambda: torch.native_dropout(X, 0.5, True), SkipReason.RANDOM),
     "integers": (lambda: WHOLE + WHOLE, SkipReason.NO_INDEPENDENT_REFERENCE),
-    "another namespace": (lambda: torch.ops.skipped.twice(X), SkipReason.NO_CPU_KERNEL),
+    "another namespace": (lambda: torch.ops.skipped.twice(X), SkipReason.NO_INDEPENDENT_REFERENCE),
     "narrow alone": (lambda: torch._int_mm(BYTES, BYTES), SkipReason.REFERENCE_NOT_AVAILABLE),
     "a sparse result": (lambda: X.to_sparse(), SkipReason.UNSUPPORTED_TYPE),
     "a sparse argument": (lambda: torch.neg(SPARSE), SkipReason.UNSUPPORTED_TYPE),
@@ -63,6 +67,22 @@ def test_what_computes_and_has_no_judge_is_named(what: str, tmp_path: Path) -> N
     assert coverage.signatures_seen == len(coverage.unchecked_signatures) >= 1
     assert coverage.signatures_checked == 0
     assert session.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("twice", SkipReason.NO_INDEPENDENT_REFERENCE), ("elsewhere", SkipReason.NO_CPU_KERNEL)],
+)
+def test_an_op_of_a_library_is_said_to_have_no_kernel_where_it_has_none(
+    name: str, reason: SkipReason
+) -> None:
+    func = getattr(torch.ops.skipped, name).default
+    call = Call(
+        func=func, traits=traits_of(func), args=(X,), kwargs={}, site=Site("", "other"), index=0,
+        step=0, occurrence=0, signature=(), source="",
+    )  # fmt: skip
+    assert choose(call, on_device=True, seed=0) is reason
 
 
 NOTHING = {
