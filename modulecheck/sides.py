@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +132,7 @@ class SideCall:
     training: dict[str, bool]
     """Train or eval mode of each submodule."""
     moved: bool
-    """The step wrote to parameters of the module before this call."""
+    """The step wrote to parameters of the module, or put others in their place, before this call."""
     started: int = 0
     output: Any = None
     after: dict[str, Any] = field(default_factory=dict)
@@ -243,14 +243,14 @@ class _Recorder:
 
     def __init__(self, side: Side, *, cast_dtype: Any, log: CompileLog) -> None:
         self._side, self._cast_dtype, self._log = side, cast_dtype, log
-        self._versions: dict[str, list[int]] = {}
+        self._states: dict[str, list[_ParameterState]] = {}
         """Of each module's own parameters: to look at all of them in every call would take the
         number of modules squared."""
         self._count = itertools.count()
 
     def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
         calls = self._side.calls.setdefault(name, [])
-        self._versions[name] = _versions(module)
+        self._states[name] = _parameter_states(module)
         running = threading.local()
 
         def around(run: Any, args: Any, kwargs: Any) -> Any:
@@ -281,7 +281,7 @@ class _Recorder:
                 RegionGradients(module, args, kwargs, copies=True),
                 is_recompute=_torch.inside_autograd(),
                 training={key: item.training for key, item in module.named_modules()},
-                moved=self._versions[name] != _versions(module),
+                moved=_are_others(self._states[name], _parameter_states(module)),
                 started=next(self._count),
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
@@ -310,8 +310,22 @@ def _nothing() -> None:
     """All is read when the run is over."""
 
 
-def _versions(model: nn.Module) -> list[int]:
-    return [-1 if item.is_inference() else _torch.version_of(item) for item in model.parameters()]
+_ParameterState: TypeAlias = tuple[nn.Parameter, int]
+"""A parameter, held so that no other one gets its id, and its version."""
+
+
+def _parameter_states(module: nn.Module) -> list[_ParameterState]:
+    return [
+        (item, -1 if item.is_inference() else _torch.version_of(item))
+        for item in module.parameters()
+    ]
+
+
+def _are_others(before: list[_ParameterState], now: list[_ParameterState]) -> bool:
+    return len(before) != len(now) or any(
+        mine is not theirs or version != since
+        for (mine, version), (theirs, since) in zip(before, now, strict=True)
+    )
 
 
 @contextlib.contextmanager

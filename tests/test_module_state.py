@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from modulecheck import PrecisionChecker
 from modulecheck.attributes import Attributes
 from modulecheck.outer_state import MAX_VALUES
+from modulecheck.undisturbed import undisturbed
 from opcheck.records import Verdict
 from tests.compiled import DYNAMO_WARNS
 
@@ -224,6 +226,36 @@ def test_cache_that_is_empty_at_the_call() -> None:
     result = checker.compare(lambda model: model(ids, labels=ids).loss, model)
     assert result.verdict == Verdict.PASS, result.judgement
     assert [item.name for item in result.diffs[0].mutated] != []
+
+
+class KeepsContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.by_name, self.names = [1, 2], {"a": 1}, {"a"}
+
+    def forward(self, x: Any) -> Any:
+        self.seen.append(3)
+        self.seen[0] = 7
+        self.by_name["b"] = self.by_name.pop("a")
+        self.names.symmetric_difference_update({"a", "b"})
+        self.later = x
+        return x
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_containers_of_a_module_that_ran_undisturbed_are_as_before(raises: bool) -> None:
+    root = nn.Sequential(KeepsContainers())
+    inner = root[0]
+    before = (inner.seen, inner.by_name, inner.names)
+    with contextlib.suppress(ZeroDivisionError), undisturbed(root):
+        root(X)
+        assert (inner.seen, inner.by_name, inner.names) == ([7, 2, 3], {"b": 1}, {"b"})
+        if raises:
+            raise ZeroDivisionError
+    for kept, now in zip(before, (inner.seen, inner.by_name, inner.names), strict=True):
+        assert now is kept
+    assert before == ([1, 2], {"a": 1}, {"a"})
+    assert not hasattr(inner, "later")
 
 
 def test_what_is_around_a_module_is_left_alone() -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import modulecheck
-from modulecheck import CompareResult, ModuleDiff, PrecisionChecker, TensorDiff
+from modulecheck import CompareResult, ModuleDiff, PrecisionChecker, TensorDiff, single_pass
+from modulecheck.sidechannel import SideChannel
 from opcheck import ArgumentError, ArgumentTypeError, Verdict
 from tests import compiled
 from tests.compiled import (
@@ -979,3 +980,20 @@ def test_parameters_and_outputs_can_be_resized_as_before():
     tensors = [*kept, *workload.model.parameters()]
     assert len(kept) == 2
     assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
+def test_seconds_for_other_ranks_reach_every_wait(monkeypatch: Any) -> None:
+    asked = []
+
+    def of_default_group(name: str, *, timeout_s: float) -> None:
+        asked.append((name.split("/")[0], timeout_s))
+
+    monkeypatch.setattr(SideChannel, "of_default_group", of_default_group)
+    monkeypatch.setattr(single_pass, "ranks_of", lambda tensors: [0, 1])
+    workload = stack()
+    checker = PrecisionChecker(rank_timeout_s=7.5)
+    checker.wrap_by_policy(workload.model, Block)
+    checker.install(workload.model)
+    result = checker.collect(workload.step())
+    checker.report(result, gather=True)
+    assert set(asked) == {("calls", 7.5), ("report", 7.5)}

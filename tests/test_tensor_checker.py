@@ -1360,6 +1360,28 @@ def test_stats_keeps_what_is_equal_once(tmp_path):
     assert checker._scratch is None
 
 
+@pytest.mark.parametrize(("keep", "num_alive"), [("all", 1), ("stats", 0)])
+def test_stats_leaves_tensors_in_the_file_that_they_were_saved_in(tmp_path, keep, num_alive):
+    size, path = 12_347, tmp_path / "a.npz"
+
+    def alive() -> int:
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
+        return sum(item.shape == (size,) for item in tensors)
+
+    saved = TensorChecker(quiet=True)
+    saved.register_tensor("x", torch.arange(size), side="a")
+    saved.save(path)
+    saved.clear()
+    assert alive() == 0
+    loaded = TensorChecker.load(path, keep=keep, quiet=True)
+    assert alive() == num_alive
+    loaded.register_tensor("x", torch.arange(size), side="b")
+    assert loaded.check_equal()
+    assert alive() <= 2 * num_alive  # what was loaded to be compared is gone again
+    assert [item.name for item in tmp_path.iterdir()] == ["a.npz"]
+
+
 def test_keep_is_all_or_stats():
     with pytest.raises(ArgumentError, match="keep"):
         TensorChecker(keep="some")

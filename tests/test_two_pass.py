@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,41 @@ def test_origins_are_looked_for_in_the_modes_of_the_step() -> None:
     assert {name for name, _ in result.suspects} == {where}
     failed = [item for item in named(result, where).fwd_output if item.judged == Verdict.FAIL]
     assert [item.max_abs for item in failed] == [pytest.approx(1e-2, rel=1e-3)]
+
+
+class TellsItsModes(Block):
+    """Adds what it sees of the modes around it, as a cache that is filled in inference alone."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = super().forward(hidden).float()
+        seen = int(torch.is_grad_enabled()) + 2 * int(torch.is_inference_mode_enabled())
+        return out + seen + 4 * int(torch.is_autocast_enabled("cpu"))
+
+
+MODES_OF_A_CALL: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES_OF_A_CALL)
+def test_a_block_is_run_again_in_the_modes_of_its_call(mode: str) -> None:
+    workload = stack(Kind(TellsItsModes))
+    where = mark(workload.model, 1)
+
+    def step(model: nn.Module) -> Tensor:
+        with MODES_OF_A_CALL[mode]():
+            return model(workload.batch[0]).sum()
+
+    backend = wrong_backend(forward=add_to_one(5.0))
+    result = two_pass(workload, TellsItsModes, backend, step=step)
+    assert {name for name, _ in result.suspects} == {where}
+    failed = [item for item in named(result, where).fwd_output if item.judged == Verdict.FAIL]
+    # in other modes it would differ by a whole number everywhere
+    assert [item.max_abs for item in failed] == [pytest.approx(5.0, abs=0.1)]
+    assert [item.mean_abs < 0.5 for item in failed] == [True]
 
 
 def test_doubled_backward_begins_in_its_block() -> None:
@@ -518,6 +556,59 @@ def test_fault_after_the_step_moved_parameters_is_found_by_what_came_in() -> Non
     result = two_pass(workload, Block, backend, step=step)
     assert result.suspects[0] == (where, "forward")
     assert {name for name, phase in result.suspects if phase == "forward"} == {where}
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_blocks_whose_parameters_the_step_changed_inherit_a_fault(how: str) -> None:
+    workload = stack()
+    where = mark(workload.model)
+
+    def step(model: nn.Module) -> Tensor:
+        loss = workload.loss_fn(model, workload.batch)
+        for block in model.blocks:
+            with torch.no_grad():
+                if how == "in place":
+                    block.up.weight.mul_(2)
+                else:
+                    block.up.weight = nn.Parameter(block.up.weight * 2)
+        return loss + workload.loss_fn(model, workload.batch)
+
+    backend = wrong_backend(forward=add_to_one(1e-2), at=2)
+    result = two_pass(workload, Block, backend, step=step)
+    assert result.suspects == [(where, "forward")]
+
+
+CHANGES_OF_THE_ORIGINAL: dict[str, Callable[[nn.Parameter], Any]] = {
+    "frozen": lambda weight: weight.requires_grad_(False),  # noqa: FBT003 - torch's signature
+    "other memory": lambda weight: setattr(weight, "data", weight.data * 2),
+    "another shape": lambda weight: setattr(weight, "data", weight.data[:1].clone()),
+    "through data": lambda weight: weight.data.mul_(2),
+    "a gradient": lambda weight: setattr(weight, "grad", torch.ones_like(weight)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_THE_ORIGINAL)
+@pytest.mark.parametrize("place", ["parameter", "input"])
+def test_what_a_step_does_to_the_original_is_put_back(change: str, place: str) -> None:
+    workload = stack()
+    weight = workload.model.blocks[0].up.weight
+    hidden = torch.randn(2, WIDTH, requires_grad=True)
+    chosen: Any = weight if place == "parameter" else hidden
+    memory, values = chosen.data_ptr(), chosen.detach().clone()
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(hidden).sum() if place == "input" else step_of(workload)(model)
+        CHANGES_OF_THE_ORIGINAL[change](chosen)
+        return loss
+
+    model = nn.Sequential(Block()) if place == "input" else workload.model
+    checker = PrecisionChecker(single_pass=False)
+    checker.wrap_by_policy(model, (Block,))
+    checker.compare(step, model)
+    assert chosen.requires_grad
+    assert chosen.grad is None
+    assert chosen.data_ptr() == memory
+    assert torch.equal(chosen, values)
 
 
 def test_inputs_and_what_they_hold_are_put_back() -> None:
