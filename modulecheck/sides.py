@@ -132,7 +132,7 @@ class SideCall:
     training: dict[str, bool]
     """Train or eval mode of each submodule."""
     moved: bool
-    """The step wrote to parameters of the module, or put others in their place, before this call."""
+    """The step wrote to parameters of the module before this call, or put others there."""
     started: int = 0
     output: Any = None
     after: dict[str, Any] = field(default_factory=dict)

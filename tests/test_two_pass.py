@@ -579,7 +579,7 @@ def test_blocks_whose_parameters_the_step_changed_inherit_a_fault(how: str) -> N
 
 
 CHANGES_OF_THE_ORIGINAL: dict[str, Callable[[nn.Parameter], Any]] = {
-    "frozen": lambda weight: weight.requires_grad_(False),  # noqa: FBT003 - torch's signature
+    "frozen": lambda weight: weight.requires_grad_(False),
     "other memory": lambda weight: setattr(weight, "data", weight.data * 2),
     "another shape": lambda weight: setattr(weight, "data", weight.data[:1].clone()),
     "through data": lambda weight: weight.data.mul_(2),
