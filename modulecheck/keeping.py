@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from modulecheck import _torch, trees
 from modulecheck.outer_state import OuterState
-from modulecheck.snapshot import RandomState
+from modulecheck.snapshot import RandomState, copied_together
 from opcheck.exits import uncut
 from opcheck.golden import CannotRunAgainError, contents_kept
 
@@ -108,9 +108,10 @@ class Keeper:
     def __init__(self, model: nn.Module) -> None:
         """Copy the values of the model."""
         self._model = model
-        self._state = _Tensors([*model.parameters(), *model.buffers()])
+        self._outer = OuterState.of(model.modules(), copied_together)
+        written, self._arrays = self._outer.written()
+        self._state = _Tensors([*model.parameters(), *model.buffers(), *written])
         self._random = RandomState.now()
-        self._outer = OuterState.of(model.modules())
         self._stack = contextlib.ExitStack()
         self._beside = _Tensors([])
         self._optimizers: list[Optimizer] = []
@@ -138,6 +139,8 @@ class Keeper:
             self._state.restore()
             self._beside.restore()
         self._outer.put_back()
+        for array, values in self._arrays:
+            array[...] = values
         self._random.restore()
 
     def hold(self, values: Any) -> None:

@@ -3,9 +3,10 @@
 A forward may count its calls in a global, or put a loss into a list of its file which the step
 later adds up. Run again, it must begin with what the call began with, and leave no second entry.
 
-Which names those are is read from the code: of the classes, and of what they call. Torch, NumPy and
-the standard library are not looked into. What is not reached shows in `ModuleCall`: a module that
-gives something else each time it runs has no verdict.
+Which names those are is read from the code: of the classes, and of what they call; none of it runs
+for that. Torch, NumPy and the standard library are not looked into. Tensors and arrays there are
+not written to by a run again: it gets copies in their places. What is not reached shows in
+`ModuleCall`: a module that gives something else each time it runs has no verdict.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modulecheck import trees
 from opcheck.exits import uncut
-from opcheck.golden import Contents
+from opcheck.golden import Contents, attributes_of, slots_of
 
 __all__ = ["MAX_VALUES", "OuterState", "parts"]
+
+CopyAll = Callable[[list[Tensor]], list[Tensor]]
 
 Holder: TypeAlias = "dict[str, Any] | type | types.CellType"
 
 MAX_VALUES = 1000
 """An object from which more values are reached is a vocabulary, or the program around the module,
 and no state of its forward."""
+MAX_BYTES = 1 << 26
+"""A larger tensor or array, and a parameter, is a table that forwards read."""
 _MAX_CODE = 500
 """Functions and classes that are looked through for one class of modules."""
 _NOT_LOOKED_INTO = {"torch", "numpy", "modulecheck", "opcheck", *sys.stdlib_module_names}
@@ -45,7 +49,7 @@ _FIXED = (
     classmethod, functools.cached_property, str, bytes, nn.Module, torch.dtype, torch.device,
 )  # fmt: skip
 """Values that hold nothing a forward could change."""
-_PLAIN = (int, float, complex, bool, Tensor, *_FIXED)
+_PLAIN = (int, float, complex, bool, *_FIXED)
 _MISSING = object()
 
 
@@ -94,13 +98,21 @@ class OuterState:
     contents: tuple[Contents, ...] = ()
     streams: tuple[Callable[[], None], ...] = field(default=())
     """Each puts a generator of random numbers back."""
+    data: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """Tensors and arrays by id, each with a copy."""
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> OuterState:
-        """As it is now, of the code of these modules."""
+    def of(cls, modules: Iterable[nn.Module], copies: CopyAll | None = None) -> OuterState:
+        """As it is now, of the code of these modules.
+
+        Args:
+            modules: whose classes are looked at.
+            copies: copies tensors, which may be written to in place; None: nothing is copied.
+        """
         kinds = dict.fromkeys(map(type, modules))
         places = {id(place): place for kind in kinds for place in _places_of(kind)}
-        return cls._at(tuple(places.values()))
+        found = cls._at(tuple(places.values()))
+        return found if copies is None else replace(found, data=_copied(found._data(), copies))
 
     @classmethod
     def _at(cls, places: tuple[_Place, ...]) -> OuterState:
@@ -114,18 +126,32 @@ class OuterState:
             tuple(put_back for put_back in streams if put_back is not None),
         )
 
+    def _data(self) -> list[Any]:
+        """Tensors and arrays that a forward may write to, each once."""
+        held = [value for _, _, value in self.values]
+        held += [item for contents in self.contents for item in contents.members()]
+        return list({id(item): item for item in held if _is_data(item)}.values())
+
     @property
     def num_places(self) -> int:
         """How many names are kept."""
         return len(self.values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by a name that says where they are."""
-        return dict(
-            found
+        """Tensors by a name that says where they are; copies where there are any."""
+        return {
+            found: self.data[id(tensor)][1] if id(tensor) in self.data else tensor
             for place, name, value in self.values
             if isinstance(value, Tensor) or _is_small_state(value)
-            for found in trees.named_tensors(value, f"{place.label}{name}")
+            for found, tensor in _named(value, f"{place.label}{name}")
+        }
+
+    def written(self) -> tuple[list[Tensor], list[tuple[Any, Any]]]:
+        """What may be written to in place: tensors, and arrays each with a copy."""
+        data = self.data.values()
+        return (
+            [item for item, _ in data if isinstance(item, Tensor)],
+            [pair for pair in data if not isinstance(pair[0], Tensor)],
         )
 
     def put_back(self) -> None:
@@ -147,38 +173,89 @@ class OuterState:
         return OuterState(self.places)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Begin with these values; afterwards there are those of before the context."""
+    def again(self, copies: CopyAll) -> Iterator[None]:
+        """Begin with copies of these values; afterwards there are those of before the context.
+
+        Args:
+            copies: copies tensors; in place, because a graph of the user's may need their values.
+        """
         now = self._at(self.places)
         try:
             self.put_back()
+            new = _copied([copy for _, copy in self.data.values()], copies)
+            self._exchange({key: new[id(copy)][1] for key, (_, copy) in self.data.items()})
             yield
         finally:
             uncut(now.put_back)
 
+    def _exchange(self, twins: dict[int, Any]) -> None:
+        for place, name, value in self.values:
+            if id(value) in twins:
+                place.write(name, twins[id(value)])
+        for contents in self.contents:
+            contents.exchange(twins)
+
 
 def parts(value: Any) -> Iterator[Any]:
     """What a container or an object holds."""
-    if isinstance(value, Mapping):
-        yield from value.values()
+    return (item for _, item in _named_parts(value))
+
+
+def _named_parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """With its key, place or name; runs no code of the object, which may load what it gives."""
+    if isinstance(value, dict):
+        yield from dict.items(value)
+    elif isinstance(value, types.MappingProxyType):
+        yield from value.items()
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from value
-    yield from getattr(value, "__dict__", {}).values()
+        yield from enumerate(value)
+    yield from (attributes_of(value) or {}).items()
+    for name, slot in slots_of(value).items():
+        with contextlib.suppress(AttributeError):  # nothing is in it
+            yield name, slot.__get__(value)
+
+
+def _named(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, by the first path to what holds it."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield path, value
+    elif not isinstance(value, _PLAIN) and value is not None and id(value) not in seen:
+        seen.add(id(value))
+        if not callable(value):
+            for name, item in _named_parts(value):
+                yield from _named(item, f"{path}.{name}", seen)
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter) and value.nbytes <= MAX_BYTES
+    return isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES
+
+
+def _copied(data: list[Any], copies: CopyAll) -> dict[int, tuple[Any, Any]]:
+    """By id, each with a copy."""
+    tensors = [item for item in data if isinstance(item, Tensor)]
+    found = {id(item): (item, copy) for item, copy in zip(tensors, copies(tensors), strict=True)}
+    arrays = (item for item in data if isinstance(item, np.ndarray))
+    return {**found, **{id(item): (item, item.copy()) for item in arrays}}
 
 
 def _is_small_state(value: Any) -> bool:
     """A container or an object of the user's, and not a vocabulary or a whole program."""
-    if isinstance(value, _PLAIN) or value is None or value is _MISSING or _is_torchs(type(value)):
+    if isinstance(value, (Tensor, _PLAIN)) or value is None or value is _MISSING:
+        return False
+    if _is_torchs(type(value)):
         return False
     todo, seen = [value], set[int]()
     while todo:
         item = todo.pop()
         if isinstance(item, types.ModuleType) or len(seen) + len(todo) > MAX_VALUES:
             return False
-        if isinstance(item, _PLAIN) or item is None or id(item) in seen:
+        if isinstance(item, (Tensor, _PLAIN)) or item is None or id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, (Mapping, list, tuple, set)) and len(item) > MAX_VALUES:
+        if isinstance(item, (dict, list, tuple, set)) and len(item) > MAX_VALUES:
             return False
         if not callable(item):
             todo += parts(item)
@@ -187,7 +264,7 @@ def _is_small_state(value: Any) -> bool:
 
 def _is_torchs(kind: type) -> bool:
     """Of a library that is not looked into, and no container of the standard library."""
-    home = kind.__module__.partition(".")[0]
+    home = str(kind.__module__).partition(".")[0]
     return home in _NOT_LOOKED_INTO and home not in ("builtins", "collections", "types")
 
 
@@ -247,12 +324,12 @@ class _Search:
         return (*found, *self._places)
 
     def _look_at_class(self, kind: type) -> None:
-        names = []
+        names = _names_stored_by(kind)
         for name, value in vars(kind).items():
             if name.startswith("__"):
                 continue
             if not isinstance(value, _FIXED):
-                names.append(name)
+                names[name] = None
             self._follow(value)
         if names:
             self._places.append(_Place(kind, tuple(names), f"{kind.__qualname__}."))
@@ -286,11 +363,38 @@ class _Search:
 
     def _follow(self, value: Any) -> None:
         """Code that is reached through a value."""
-        inner = getattr(value, "__func__", None) or getattr(value, "fget", None)
-        wrapped = getattr(value, "__wrapped__", None)
+        inner = wrapped = None
+        if isinstance(value, (classmethod, staticmethod, types.MethodType)):
+            inner = value.__func__
+        elif isinstance(value, property):
+            inner = value.fget
+        elif isinstance(value, functools.partial):
+            inner = value.func
+        if not isinstance(value, type):
+            wrapped = (attributes_of(value) or {}).get("__wrapped__")
         for item in (value, inner, wrapped, type(value)):
             if isinstance(item, (type, types.FunctionType)):
                 self._todo.append(item)
+
+
+def _functions_of(kind: type) -> Iterator[types.FunctionType]:
+    """Methods of a class and of those above it, also those that a decorator has wrapped."""
+    for base in filter(_is_users, kind.__mro__):
+        for value in vars(base).values():
+            found = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+            while isinstance(found, types.FunctionType):
+                yield found
+                found = vars(found).get("__wrapped__")
+
+
+def _names_stored_by(kind: type) -> dict[str, None]:
+    """Attributes that methods assign, of an object or of the class, which may not have them yet."""
+    return {
+        name: None
+        for function in _functions_of(kind)
+        for name in sorted(_names_in(function.__code__)[1])
+        if not isinstance(vars(kind).get(name), _FIXED)
+    }
 
 
 def _is_users(item: Any) -> bool:

@@ -259,7 +259,7 @@ def replay(
         holder = _Holder(module, modes, through, {**parameters, **buffers})
         state = {f"inner.{name}": item for name, item in parameters.items()}
         snapshot.random.restore()
-        with undisturbed(module), snapshot.outer.again():
+        with undisturbed(module), snapshot.outer.again(_held_copies(convert)):
             put_buffers(module, buffers, snapshot.unset)
             snapshot.attributes.put(module, {**parameters, **buffers}, _held_copies(convert))
             output = torch.func.functional_call(holder, state, args, kwargs)

@@ -118,7 +118,7 @@ class Snapshot:
         copies = dict(zip(map(id, originals), copied_together(originals), strict=True))
         args, kwargs = trees.rebuilt((args, kwargs), lambda tensor: copies[id(tensor)], fresh=True)
         buffers = copied_buffers(all_buffers(module), copied_together)
-        outer = OuterState.of(module.modules())
+        outer = OuterState.of(module.modules(), _with_gradient)
         return cls(
             args=args,
             kwargs=kwargs,

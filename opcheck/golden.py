@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,11 @@ __all__ = [
     "CannotRunAgainError",
     "Contents",
     "OpTrace",
+    "attributes_of",
     "contents_kept",
     "run_module",
     "runs_again",
+    "slots_of",
 ]
 
 OpTrace = list[tuple[Any, Any]]
@@ -237,26 +240,107 @@ class Contents:
         for value, content in self._kept.values():
             _put_back(value, content)
 
+    def members(self) -> Iterator[Any]:
+        """What they hold, tensors among it."""
+        for _, content in self._kept.values():
+            yield from content.values() if isinstance(content, dict) else content
+
+    def exchange(self, twins: Mapping[int, Any]) -> None:
+        """Let them hold other objects, until `put_back`.
+
+        Args:
+            twins: by id of what was held when this was made.
+        """
+        if not twins:
+            return
+        for value, content in self._kept.values():
+            if isinstance(content, dict):
+                new: Any = {name: _exchanged(item, twins) for name, item in content.items()}
+            else:
+                new = [_exchanged(item, twins) for item in content]
+            _put_back(value, new)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, None where it has none; runs none of its code."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Descriptors of the slots that the classes of an object declare, by name."""
+    return {
+        name: slot
+        for kind in reversed(type(value).__mro__)
+        if "__slots__" in vars(kind)
+        for name, slot in vars(kind).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    }
+
+
+def _exchanged(item: Any, twins: Mapping[int, Any]) -> Any:
+    if type(item) is tuple:
+        new = tuple(_exchanged(part, twins) for part in item)
+        return item if all(map(_is, new, item)) else new
+    return twins.get(id(item), item)
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right
+
+
+def _kind_of(value: dict[Any, Any]) -> Any:
+    """The class whose methods are called: a dict of the user's may do more in its own."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
 
 def _content(value: Any) -> Any:
     """A shallow copy of what an object holds, None where it holds nothing."""
     if isinstance(value, dict):
-        return dict(value)
+        return dict(_kind_of(value).items(value))
     if isinstance(value, (list, tuple, set, deque)):
         return list(value)
-    attributes = getattr(value, "__dict__", None)
-    return dict(attributes) if isinstance(attributes, dict) and not callable(value) else None
+    if callable(value):
+        return None
+    attributes, slots = attributes_of(value), slots_of(value)
+    if attributes is None and not slots:
+        return None
+    found = dict(attributes or {})
+    for name, slot in slots.items():
+        with suppress(AttributeError):  # nothing is in it
+            found[name] = slot.__get__(value)
+    return found
 
 
 def _put_back(value: Any, content: Any) -> None:
     if isinstance(value, tuple) or _holds(value, content):
         return
-    if isinstance(value, (list, set, deque, dict)):
+    if isinstance(value, dict):
+        kind = _kind_of(value)
+        kind.clear(value)
+        for key, item in content.items():
+            kind.__setitem__(value, key, item)
+    elif isinstance(value, (list, set, deque)):
         value.clear()
-        value.update(content) if isinstance(value, (set, dict)) else value.extend(content)
+        value.update(content) if isinstance(value, set) else value.extend(content)
     else:
-        vars(value).clear()
-        vars(value).update(content)
+        _put_attributes_back(value, content)
+
+
+def _put_attributes_back(value: Any, content: dict[str, Any]) -> None:
+    attributes, slots = attributes_of(value), slots_of(value)
+    if attributes is not None:
+        attributes.clear()
+        attributes.update((name, item) for name, item in content.items() if name not in slots)
+    for name, slot in slots.items():
+        if name in content:
+            slot.__set__(value, content[name])
+        else:
+            with suppress(AttributeError):
+                slot.__delete__(value)
 
 
 def _holds(value: Any, content: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,9 +112,80 @@ def in_closure() -> type[Block]:
     return InClosure
 
 
+TOTAL = torch.zeros(2)
+HELD = {"pair": (torch.zeros(2), "name")}
+COUNTS = np.zeros(2)
+
+
+class InTensor(Block):
+    """Its product keeps the tensor for its backward, after which others have written to it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        TOTAL.add_(1.0)
+        return super().forward(hidden) * TOTAL[0]
+
+
+class InHeldTensor(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        HELD["pair"][0].add_(1.0)
+        return super().forward(hidden) * HELD["pair"][0][1]
+
+
+class InClassTensor(Block):
+    seen = torch.zeros(1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen += 1.0
+        return super().forward(hidden) + self.seen
+
+
+class InArray(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.count()
+
+    @torch.compiler.disable
+    def count(self) -> float:
+        COUNTS[0] += 1.0
+        return float(COUNTS[0])
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+
+SLOTTED = Slotted()
+
+
+class InSlots(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.count()
+
+    @torch.compiler.disable
+    def count(self) -> int:
+        SLOTTED.calls += 1
+        return SLOTTED.calls
+
+
+class InNewOfClass(Block):
+    """The class has no such attribute before the first call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.count()
+
+    @torch.compiler.disable
+    def count(self) -> int:
+        type(self).made = vars(type(self)).get("made", 0) + 1
+        return int(vars(type(self))["made"])
+
+
 def start(kind: type[Block]) -> None:
     global CALLS
-    CALLS = 0
+    CALLS = SLOTTED.calls = 0
+    for written in (TOTAL, HELD["pair"][0], InClassTensor.seen):
+        written.zero_()
+    COUNTS[:] = 0.0
+    if "made" in vars(InNewOfClass):
+        del InNewOfClass.made
     for container in (LOSSES, STATS, SETTINGS.seen, Store.losses):
         container.clear()
     SETTINGS.calls = InClass.calls = 0
@@ -129,6 +201,10 @@ def outside() -> dict[str, Any]:
         "object": (SETTINGS.calls, list(SETTINGS.seen)),
         "class": InClass.calls,
         "store": [float(loss.detach()) for loss in Store.losses],
+        "tensors": [TOTAL.tolist(), HELD["pair"][0].tolist(), InClassTensor.seen.tolist()],
+        "array": COUNTS.tolist(),
+        "slots": SLOTTED.calls,
+        "made": vars(InNewOfClass).get("made"),
     }
 
 
@@ -142,7 +218,10 @@ def step_with_losses(workload: Any) -> Tensor:
     return loss.detach()
 
 
-KINDS = [InGlobal, InGlobalList, InHelper, InObject, InClass, InStore, in_closure()]
+KINDS = [
+    InGlobal, InGlobalList, InHelper, InObject, InClass, InStore, in_closure(), InTensor,
+    InHeldTensor, InClassTensor, InArray, InSlots, InNewOfClass,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
@@ -167,16 +246,18 @@ def test_a_fault_in_such_a_forward_is_found(kind: type[Block]) -> None:
     assert result.suspects == [("blocks.1", "forward")], explain(result)
 
 
+@pytest.mark.parametrize("kind", [InClass, InTensor, InArray, InSlots])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_copies_begin_with_what_was_there(wrong: bool) -> None:
-    start(InClass)
-    workload = stack(Kind(InClass))
+def test_copies_begin_with_what_was_there(wrong: bool, kind: type[Block]) -> None:
+    start(kind)
+    there = outside()
+    workload = stack(Kind(kind))
     mark(workload.model)
     backend = wrong_backend(forward=add_to_one(0.01)) if wrong else "aot_eager"
     checker = PrecisionChecker(backend=backend, single_pass=False)
-    checker.wrap_by_policy(workload.model, InClass)
+    checker.wrap_by_policy(workload.model, kind)
     result = checker.compare(lambda model: workload.loss_fn(model, workload.batch), workload.model)
-    assert InClass.calls == 0
+    assert outside() == there
     if wrong:
         assert result.suspects == [("blocks.1", "forward")], explain(result)
     else:
@@ -241,3 +322,72 @@ def test_a_vocabulary_is_left_alone_and_torch_is_not_looked_into() -> None:
     state.put_back()
     assert words["new"] == 0
     assert state.num_places < 20
+
+
+# ---- what is not run ----------------------------------------------------------------------------
+
+
+class Settings(dict[str, Any]):
+    """Attributes are items, and a wrong name is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class OutsideOfRequest:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name}: there is no request")
+
+
+class Loads(Mapping[str, Tensor]):
+    """Each value is loaded when it is asked for."""
+
+    num_loaded = 0
+
+    def __getitem__(self, key: str) -> Tensor:
+        Loads.num_loaded += 1
+        return torch.ones(1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def __len__(self) -> int:
+        return 3
+
+
+class LoadsItems(dict[str, Any]):
+    """As `Loads`, and a dict."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        Loads.num_loaded += 1
+        return torch.ones(1)
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def keys(self) -> Any:
+        return list(self)
+
+
+@pytest.mark.parametrize("kind", [Settings, OutsideOfRequest, Loads, LoadsItems])
+def test_objects_beside_a_forward_are_not_asked_for_anything(kind: type) -> None:
+    there = kind()
+
+    class Looks(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.look()
+            return super().forward(hidden)
+
+        @torch.compiler.disable
+        def look(self) -> bool:
+            return there is None
+
+    Loads.num_loaded = 0
+    result, _ = checked_step(stack(Kind(Looks)), Looks)
+    assert_pass(result)
+    assert Loads.num_loaded == 0
