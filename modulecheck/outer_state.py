@@ -12,21 +12,19 @@ not written to by a run again: it gets copies in their places. What is not reach
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import random
-import sys
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modulecheck.outer_places import MISSING, NOT_LOOKED_INTO, PLAIN, Place, places_of
 from opcheck.exits import uncut
 from opcheck.golden import Contents, attributes_of, slots_of
 
@@ -34,67 +32,19 @@ __all__ = ["MAX_VALUES", "OuterState", "parts"]
 
 CopyAll = Callable[[list[Tensor]], list[Tensor]]
 
-Holder: TypeAlias = "dict[str, Any] | type | types.CellType"
-
 MAX_VALUES = 1000
 """An object from which more values are reached is a vocabulary, or the program around the module,
 and no state of its forward."""
 MAX_BYTES = 1 << 26
 """A larger tensor or array, and a parameter, is a table that forwards read."""
-_MAX_CODE = 500
-"""Functions and classes that are looked through for one class of modules."""
-_NOT_LOOKED_INTO = {"torch", "numpy", "modulecheck", "opcheck", *sys.stdlib_module_names}
-_FIXED = (
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod,
-    classmethod, functools.cached_property, str, bytes, nn.Module, torch.dtype, torch.device,
-)  # fmt: skip
-"""Values that hold nothing a forward could change."""
-_PLAIN = (int, float, complex, bool, *_FIXED)
-_MISSING = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Names in a dict of globals, in a class, or the one value of a cell."""
-
-    holder: Holder
-    names: tuple[str, ...]
-    label: str
-    """In front of a name it says where that is."""
-
-    def read(self, name: str) -> Any:
-        if isinstance(self.holder, dict):
-            return self.holder.get(name, _MISSING)
-        if isinstance(self.holder, type):
-            return vars(self.holder).get(name, _MISSING)
-        try:
-            return self.holder.cell_contents
-        except ValueError:  # the cell is empty yet
-            return _MISSING
-
-    def write(self, name: str, value: Any) -> None:
-        if isinstance(self.holder, dict):
-            self.holder[name] = value
-        elif isinstance(self.holder, type):
-            type.__setattr__(self.holder, name, value)
-        else:
-            self.holder.cell_contents = value
-
-    def delete(self, name: str) -> None:
-        if isinstance(self.holder, dict):
-            del self.holder[name]
-        elif isinstance(self.holder, type):
-            type.__delattr__(self.holder, name)
-        else:
-            del self.holder.cell_contents
 
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
     """Values as they were, and how to put them back."""
 
-    places: tuple[_Place, ...] = ()
-    values: tuple[tuple[_Place, str, Any], ...] = ()
+    places: tuple[Place, ...] = ()
+    values: tuple[tuple[Place, str, Any], ...] = ()
     contents: tuple[Contents, ...] = ()
     streams: tuple[Callable[[], None], ...] = field(default=())
     """Each puts a generator of random numbers back."""
@@ -109,13 +59,11 @@ class OuterState:
             modules: whose classes are looked at.
             copies: copies tensors, which may be written to in place; None: nothing is copied.
         """
-        kinds = dict.fromkeys(map(type, modules))
-        places = {id(place): place for kind in kinds for place in _places_of(kind)}
-        found = cls._at(tuple(places.values()))
+        found = cls._at(places_of(modules))
         return found if copies is None else replace(found, data=_copied(found._data(), copies))
 
     @classmethod
-    def _at(cls, places: tuple[_Place, ...]) -> OuterState:
+    def _at(cls, places: tuple[Place, ...]) -> OuterState:
         values = tuple((place, name, place.read(name)) for place in places for name in place.names)
         held = [value for _, _, value in values]
         streams = (_stream(value) for value in held)
@@ -159,7 +107,7 @@ class OuterState:
         for place, name, value in self.values:
             if place.read(name) is value:
                 continue
-            if value is _MISSING:
+            if value is MISSING:
                 place.delete(name)
             else:
                 place.write(name, value)
@@ -180,10 +128,13 @@ class OuterState:
             copies: copies tensors; in place, because a graph of the user's may need their values.
         """
         now = self._at(self.places)
+        begun = self
+        if not self.values:  # forgotten
+            begun = replace(now, data={id(item): (item, item) for item in now._data()})
         try:
-            self.put_back()
-            new = _copied([copy for _, copy in self.data.values()], copies)
-            self._exchange({key: new[id(copy)][1] for key, (_, copy) in self.data.items()})
+            begun.put_back()
+            new = _copied([copy for _, copy in begun.data.values()], copies)
+            begun._exchange({key: new[id(copy)][1] for key, (_, copy) in begun.data.items()})
             yield
         finally:
             uncut(now.put_back)
@@ -220,7 +171,7 @@ def _named(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tupl
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield path, value
-    elif not isinstance(value, _PLAIN) and value is not None and id(value) not in seen:
+    elif not isinstance(value, PLAIN) and value is not None and id(value) not in seen:
         seen.add(id(value))
         if not callable(value):
             for name, item in _named_parts(value):
@@ -243,7 +194,7 @@ def _copied(data: list[Any], copies: CopyAll) -> dict[int, tuple[Any, Any]]:
 
 def _is_small_state(value: Any) -> bool:
     """A container or an object of the user's, and not a vocabulary or a whole program."""
-    if isinstance(value, (Tensor, _PLAIN)) or value is None or value is _MISSING:
+    if isinstance(value, (Tensor, PLAIN)) or value is None or value is MISSING:
         return False
     if _is_torchs(type(value)):
         return False
@@ -252,7 +203,7 @@ def _is_small_state(value: Any) -> bool:
         item = todo.pop()
         if isinstance(item, types.ModuleType) or len(seen) + len(todo) > MAX_VALUES:
             return False
-        if isinstance(item, (Tensor, _PLAIN)) or item is None or id(item) in seen:
+        if isinstance(item, (Tensor, PLAIN)) or item is None or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, (dict, list, tuple, set)) and len(item) > MAX_VALUES:
@@ -265,7 +216,7 @@ def _is_small_state(value: Any) -> bool:
 def _is_torchs(kind: type) -> bool:
     """Of a library that is not looked into, and no container of the standard library."""
     home = str(kind.__module__).partition(".")[0]
-    return home in _NOT_LOOKED_INTO and home not in ("builtins", "collections", "types")
+    return home in NOT_LOOKED_INTO and home not in ("builtins", "collections", "types")
 
 
 def _stream(value: Any) -> Callable[[], None] | None:
@@ -283,134 +234,3 @@ def _stream(value: Any) -> Callable[[], None] | None:
 
 def _set_state(generator: torch.Generator, state: Tensor) -> None:
     generator.set_state(state)
-
-
-# ---- which places -------------------------------------------------------------------------------
-
-_known: weakref.WeakKeyDictionary[type, tuple[_Place, ...]] = weakref.WeakKeyDictionary()
-"""By class; the code of a class does not change."""
-
-
-def _places_of(kind: type) -> tuple[_Place, ...]:
-    if kind not in _known:
-        _known[kind] = _Search(kind).places()
-    return _known[kind]
-
-
-class _Search:
-    """From a class to the code it runs, and to the names that this code may write to."""
-
-    def __init__(self, kind: type) -> None:
-        self._todo: list[Any] = [kind]
-        self._seen: set[int] = set()
-        self._globals: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-        self._places: list[_Place] = []
-
-    def places(self) -> tuple[_Place, ...]:
-        while self._todo and len(self._seen) < _MAX_CODE:
-            item = self._todo.pop()
-            if id(item) in self._seen or not _is_users(item):
-                continue
-            self._seen.add(id(item))
-            if isinstance(item, type):
-                self._look_at_class(item)
-            else:
-                self._look_at_function(item)
-        found = [
-            _Place(owner, tuple(names), f"{owner.get('__name__', '')}.")
-            for owner, names in self._globals.values()
-            if names
-        ]
-        return (*found, *self._places)
-
-    def _look_at_class(self, kind: type) -> None:
-        names = _names_stored_by(kind)
-        for name, value in vars(kind).items():
-            if name.startswith("__"):
-                continue
-            if not isinstance(value, _FIXED):
-                names[name] = None
-            self._follow(value)
-        if names:
-            self._places.append(_Place(kind, tuple(names), f"{kind.__qualname__}."))
-        self._todo += kind.__mro__[1:]
-
-    def _look_at_function(self, function: types.FunctionType) -> None:
-        used, stored = _names_in(function.__code__)
-        self._look_at_names(function.__globals__, used, stored)
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            place = _Place(cell, (name,), f"{function.__qualname__}.")
-            value = place.read(name)
-            if not isinstance(value, _FIXED):
-                self._places.append(place)
-            self._follow(value)
-
-    def _look_at_names(self, owner: dict[str, Any], used: set[str], stored: set[str]) -> None:
-        _, names = self._globals.setdefault(id(owner), (owner, {}))
-        for name in used:
-            value = owner.get(name, _MISSING)
-            if name in stored or not (isinstance(value, _PLAIN) or value is _MISSING):
-                names[name] = None
-            if isinstance(value, types.ModuleType) and _is_users(value):
-                if id(value) not in self._seen:
-                    self._seen.add(id(value))
-                    self._look_at_names(vars(value), used, stored)
-                    self._seen.discard(id(value))
-            else:
-                self._follow(value)
-
-    def _follow(self, value: Any) -> None:
-        """Code that is reached through a value."""
-        inner = wrapped = None
-        if isinstance(value, (classmethod, staticmethod, types.MethodType)):
-            inner = value.__func__
-        elif isinstance(value, property):
-            inner = value.fget
-        elif isinstance(value, functools.partial):
-            inner = value.func
-        if not isinstance(value, type):
-            wrapped = (attributes_of(value) or {}).get("__wrapped__")
-        for item in (value, inner, wrapped, type(value)):
-            if isinstance(item, (type, types.FunctionType)):
-                self._todo.append(item)
-
-
-def _functions_of(kind: type) -> Iterator[types.FunctionType]:
-    """Methods of a class and of those above it, also those that a decorator has wrapped."""
-    for base in filter(_is_users, kind.__mro__):
-        for value in vars(base).values():
-            found = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-            while isinstance(found, types.FunctionType):
-                yield found
-                found = vars(found).get("__wrapped__")
-
-
-def _names_stored_by(kind: type) -> dict[str, None]:
-    """Attributes that methods assign, of an object or of the class, which may not have them yet."""
-    return {
-        name: None
-        for function in _functions_of(kind)
-        for name in sorted(_names_in(function.__code__)[1])
-        if not isinstance(vars(kind).get(name), _FIXED)
-    }
-
-
-def _is_users(item: Any) -> bool:
-    home = item.__name__ if isinstance(item, types.ModuleType) else item.__module__
-    return str(home).partition(".")[0] not in _NOT_LOOKED_INTO
-
-
-def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Names of globals and attributes that are used, and those that are written to."""
-    used, stored = set(code.co_names), set[str]()
-    for step in dis.get_instructions(code):
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"):
-            stored.add(str(step.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names_in(constant)
-            used |= inner[0]
-            stored |= inner[1]
-    return used, stored

@@ -181,6 +181,7 @@ LAYERS = {
             "trial",
             "undisturbed",
         },
+        {"outer_places"},
         {"outer_state"},
         {
             "attributes",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from modulecheck import PrecisionChecker
 from modulecheck.outer_state import OuterState
+from modulecheck.snapshot import copied_together
 from opcheck import Verdict
 from tests.compiled import (
     DYNAMO_WARNS,
@@ -306,6 +309,67 @@ def test_bindings_and_contents_are_put_back_in_place() -> None:
     assert outside() == before
     assert SETTINGS.seen is seen
     assert STATS is stats
+
+
+def test_a_forward_that_is_put_in_later_is_looked_at() -> None:
+    class Patched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    def noting(self: nn.Module, x: Tensor) -> Tensor:
+        STATS["patched"] = True
+        return x
+
+    start(InGlobal)
+    own, patched = Patched(), Patched()
+    OuterState.of([own, patched])
+    own.forward = types.MethodType(noting, own)  # type: ignore[method-assign]
+    state = OuterState.of([own])
+    own(torch.ones(1))
+    state.put_back()
+    assert not STATS
+    Patched.forward = noting  # type: ignore[assignment,method-assign]
+    state = OuterState.of([patched])
+    patched(torch.ones(1))
+    state.put_back()
+    assert not STATS
+
+
+def test_what_was_forgotten_is_not_written_to_either() -> None:
+    start(InTensor)
+    there = outside()
+    modules = [InTensor(), InHeldTensor(), InClassTensor(), InArray(), InSlots()]
+    state = OuterState.of(modules, copied_together).forgotten()
+    with state.again(copied_together):
+        for module in modules:
+            module(torch.ones(2, 16))
+        assert outside() != there
+    assert outside() == there
+    with pytest.raises(KeyboardInterrupt), state.again(copied_together):
+        modules[0](torch.ones(2, 16))
+        raise KeyboardInterrupt
+    assert outside() == there
+
+
+def test_classes_and_closures_that_were_looked_at_are_let_go() -> None:
+    def made() -> tuple[type[nn.Module], Tensor]:
+        held = [torch.ones(3)]
+
+        class Local(nn.Module):
+            calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                Local.calls += 1
+                return x * held[0]
+
+        return Local, held[0]
+
+    kind, tensor = made()
+    assert OuterState.of([kind()], lambda tensors: tensors).num_places > 1
+    gone = weakref.ref(kind), weakref.ref(tensor)
+    del kind, tensor
+    gc.collect()
+    assert [item() for item in gone] == [None, None]
 
 
 def test_a_vocabulary_is_left_alone_and_torch_is_not_looked_into() -> None:
