@@ -260,3 +260,56 @@ def test_powers_of_matrices_in_16_bit_are_judged_by_float64_alone(
         assert judged(func, (x,), right, on_device=on_device).passed
         found = {name: judged(func, (x,), out, on_device=on_device) for name, out in wrong.items()}
         assert not [name for name, item in found.items() if item.passed], on_device
+
+
+# ---- counts of values on the edge of a bin ------------------------------------------------------
+
+EQUAL = torch.full((5000,), 3.0)
+WHOLE = torch.arange(11.0).repeat(100)
+COUNTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "equal values": (aten.histc.default, (EQUAL, 10)),
+    "equal values in the middle": (aten.histc.default, (EQUAL, 10, 0, 6)),
+    "equal values at the lower end": (aten.histc.default, (EQUAL, 10, 3, 6)),
+    "equal values at the upper end": (aten.histc.default, (EQUAL, 10, 0, 3)),
+    "whole numbers": (aten.histc.default, (WHOLE, 10, 0, 10)),
+    "histogram of equal values": (aten.histogram.bin_ct, (EQUAL, 10)),
+    "histogram of whole numbers": (aten.histogram.bins_tensor, (WHOLE, torch.arange(11.0))),
+}
+
+
+def one_less(counts: Tensor) -> Tensor:
+    return counts.index_add(0, counts.argmax(keepdim=True), torch.tensor([-1.0]))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda counts: counts / 2, one_less])
+@pytest.mark.parametrize("name", COUNTS)
+def test_each_value_is_counted_once(name: str, wrong: Any) -> None:
+    func, args = COUNTS[name]
+    right = func(*args)
+
+    def result(change: Any) -> Any:
+        return (change(right[0]), right[1]) if isinstance(right, tuple) else change(right)
+
+    for on_device in (True, False):
+        assert judged(func, args, result(torch.clone), on_device=on_device).passed
+        assert not judged(func, args, result(wrong), on_device=on_device).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ends", [(0, 0), (-0.3, 0.7), (0.1, 0.3), (-2, 3)])
+def test_counts_of_torch_are_right(dtype: torch.dtype, ends: tuple[float, float]) -> None:
+    for size, bins in ((1, 1), (50, 4), (1000, 77)):
+        for x in (random(size), random(size).round(), torch.full((size,), 0.3)):
+            args = (x.to(dtype), bins, *ends)
+            for on_device in (True, False):
+                out = aten.histc.default(*args)
+                found = judged(aten.histc.default, args, out, on_device=on_device)
+                assert found.passed, found.reason
+
+
+def test_an_end_that_is_rounded_may_be_inside_or_not() -> None:
+    x = torch.tensor([0.1, 0.2, 0.3])  # float32(0.3) is larger than 0.3
+    args = (x, 2, 0.1, 0.3)
+    for counts in ([2.0, 1.0], [1.0, 2.0], [1.0, 1.0]):
+        assert judged(aten.histc.default, args, torch.tensor(counts)).passed
+    assert not judged(aten.histc.default, args, torch.zeros(2)).passed
