@@ -90,6 +90,13 @@ def computing_dtype(call: Call) -> torch.dtype | None:
 
 def _promoted(call: Call) -> torch.dtype | None:
     """What the inexact tensors of a call promote to, None where there are none."""
+    if call.promoted is None:
+        call.promoted = (_promotion(call),)
+    found: torch.dtype | None = call.promoted[0]
+    return found
+
+
+def _promotion(call: Call) -> torch.dtype | None:
     inexact = [tensor for tensor in tensors_in(call.args) if is_inexact(tensor.dtype)]
     with_dims = [tensor for tensor in inexact if tensor.dim()]
     is_complex = any(tensor.is_complex() for tensor in inexact)

@@ -99,6 +99,11 @@ class Call:
     """Memory shared by arguments, widened; one run of the golden at a time."""
     out_dtype: Any = None
     """dtype of the first inexact result, once the op has run."""
+    promoted: Any = field(default=None, init=False)
+    """What its inexact tensors promote to (in a tuple), once somebody has asked: a list has
+    thousands. A call that is made of another one with other arguments does not take it over."""
+    given_dtypes: frozenset[Any] | None = field(default=None, init=False)
+    """Of its tensors, likewise."""
     declared: Any = None
     """dtypes that the op declares for its results; None where nobody knows."""
     rng_before: Any = None

@@ -111,9 +111,9 @@ def expected_dtype(
     if call.declared is None and golden == wider(golden):
         # nobody declares it: results of inputs of one dtype have that dtype (no sample of OpInfo
         # in float32, bfloat16, float16 or complex64 is an exception)
-        narrow: set[torch.dtype] = {
-            dtype for dtype in call.signature[1::2] if wider(dtype) == golden
-        }
+        if call.given_dtypes is None:
+            call.given_dtypes = frozenset(call.signature[1::2])
+        narrow: set[torch.dtype] = {dtype for dtype in call.given_dtypes if wider(dtype) == golden}
         if len(narrow) == 1 and "dtype" not in call.kwargs:
             return narrow.pop()
     return actual if wider(actual) == wider(golden) else golden

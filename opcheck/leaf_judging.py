@@ -73,7 +73,7 @@ def _judge_inexact(case: Case, number: int, value: Tensor) -> Outcome:
     golden, flushed = case.expected.golden_array(number), case.expected.flushed_array(number)
     if golden is None or flushed is None or golden.dtype.kind == "c":
         return outcome
-    lost = lost_sums(case.call, reduction_length(case.call, value))
+    lost = lost_sums(case.call, reduction_length(case.call, value, number))
     again = _judge_array(case, number, value, nearer(array, golden, flushed, lost))
     if again.passed:
         case.expected.notes.append(NOTE)
@@ -162,7 +162,7 @@ def rule_for(
     return Rule(
         dtype=str(real).removeprefix("torch."),
         op_class=tol.op_class(traits.base),
-        reduction_length=reduction_length(call, value),
+        reduction_length=reduction_length(call, value, number),
         exact=exact,
         rtol=rtol,
         atol=atol,

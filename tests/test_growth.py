@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,25 @@ def test_contents_of_models_of_thousands_of_modules_can_be_put_back():
     with contents_kept([vars(item) for item in model.modules()]):
         model[0].extra = 1
     assert not hasattr(model[0], "extra")
+
+
+# ---- lists of tensors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("criterion", ["calibrated", "allclose"])
+def test_a_step_on_lists_is_checked_in_proportion_to_their_length(
+    options: dict[str, bool], criterion: Any
+) -> None:
+    counts = []
+    for number in (50, 400):
+        parameters = [nn.Parameter(torch.ones(WIDTH)) for _ in range(number)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(WIDTH)
+        optimizer = torch.optim.AdamW(parameters, **options)
+        profile = cProfile.Profile()
+        with opcheck.check(quiet=True, criterion=criterion) as session:
+            profile.runcall(optimizer.step)
+        assert session.coverage.checked > 0
+        counts.append(sum(entry.callcount for entry in profile.getstats()))
+    assert counts[1] / counts[0] <= ALLOWED * 400 / 50
