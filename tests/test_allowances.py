@@ -107,7 +107,7 @@ def in_half(size: tuple[int, ...], mode: str, to: tuple[int, ...]) -> None:
 BIG, SMALL = (200, 201), (37, 300)
 CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
     "gelu": ("gelu", 0, lambda: F.gelu(torch.linspace(-6, -2, 4096))),
-    "layer norm, float32 weights": ("native_layer_norm_backward", 1, float32_weights),
+    "layer norm, float32 weights": ("native_layer_norm_backward", 3, float32_weights),
     "log softmax backward": ("_log_softmax_backward_data", 0, certain_classes),
     "log softmax": ("_log_softmax", 0, lambda: F.log_softmax((normal(64, 100) * 10).to(BF16), -1)),
     "grid 2d": ("grid_sampler_2d", 0, lambda: sampled(BF16, 2)),
@@ -272,3 +272,39 @@ def test_products_of_soft_margins_may_overflow(tmp_path: Any) -> None:
         assert set(verdicts(tmp_path, "soft_margin_loss_backward", lambda g=grad: step(g))) == {
             Verdict.PASS
         }
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda y: y.sum(),
+    "l1": lambda y: (y.float() - 1).abs().mean(),
+    "exp": lambda y: y.float().exp().mean(),
+}
+
+
+def layer_norm_step(loss: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    x = normal(4096, 16).to(dtype)
+    weight = torch.ones(16, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(16, dtype=dtype, requires_grad=True)
+    loss(F.layer_norm(x, (16,), weight, bias)).backward()
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sums_of_rows_of_one_sign_may_stop_growing(tmp_path: Any, loss: str, dtype: Any) -> None:
+    step = lambda: layer_norm_step(LOSSES[loss], dtype)  # noqa: E731
+    assert set(verdicts(tmp_path, "native_layer_norm_backward", step)) == {Verdict.PASS}
+
+
+@pytest.mark.parametrize("change", [last_quarter_zero, one_far_off, one_nan])
+@pytest.mark.parametrize(("loss", "number"), [("sum", 2), ("l1", 2), ("exp", 1), ("exp", 2)])
+def test_fault_is_found_in_sums_that_stopped_growing(
+    tmp_path: Any, monkeypatch: Any, loss: str, number: int, change: Any
+) -> None:
+    judge = comparison.judge
+
+    def wrong(call: Any, out: Any, *args: Any, **options: Any) -> Any:
+        return judge(call, spoilt(out, change, number), *args, **options)
+
+    monkeypatch.setattr(comparison, "judge", wrong)
+    step = lambda: layer_norm_step(LOSSES[loss], FP16)  # noqa: E731
+    assert verdicts(tmp_path, "native_layer_norm_backward", step) == [Verdict.FAIL]
