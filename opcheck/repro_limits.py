@@ -114,16 +114,25 @@ def _interval(call: Call, number: int, value: Tensor, expected: Expected, rule: 
     if golden is None:  # no float64 kernel: the same dtype judges alone
         golden = beside
     allowance = allowance_of(call, number, rule) if beside is None else None
-    if allowance is not None:
-        inputs = expected.reference.inputs()
-        rule = rule.with_allowance(allowance, inputs=inputs, golden=golden)
-    overflow = tol.ROUNDS_TO_INF[rule.dtype]
-    limit: Limit = {"rule": "within", "overflow": overflow}
-    if allowance is not None and allowance.nonfinite_where is not None:
+    limit: Limit = {"rule": "within", "overflow": tol.ROUNDS_TO_INF[rule.dtype]}
+    if allowance is None:
+        return limit | _granted(number, value, expected, rule, golden, beside)
+    wider = rule.with_allowance(allowance, inputs=expected.reference.inputs(), golden=golden)
+    if allowance.nonfinite_where is not None:
         limit["may_overflow"] = True
-    if rule.bound is not None:
-        flat = pair_of(golden, np.broadcast_to(rule.bound, golden.shape)).expected
-        return {**limit, "allowed": flat}
+    if wider.bound is None:
+        return limit | _granted(number, value, expected, wider, golden, beside)
+    flat = pair_of(golden, np.broadcast_to(wider.bound, golden.shape)).expected
+    # the plain rule was asked first: no element may have less than it grants
+    plain = _granted(number, value, expected, rule, golden, beside)["allowed"]
+    return {**limit, "allowed": np.maximum(flat, plain)}
+
+
+def _granted(
+    number: int, value: Tensor, expected: Expected, rule: Rule, golden: Any, beside: Array | None
+) -> Limit:
+    """What the interval rule grants."""
+    limit: Limit = {}
     with np.errstate(all="ignore"):
         sample = _right_where_not_finite(host_array(value), golden, rule)
         pair = pair_of(sample, golden)
@@ -132,7 +141,7 @@ def _interval(call: Call, number: int, value: Tensor, expected: Expected, rule: 
             flat_beside = beside_or_golden(flat_beside, pair.expected)
         part = finite_part(pair, rule, baseline=flat_beside)
         if not part.kept.actual.size:
-            return {**limit, "allowed": 0.0}
+            return {"allowed": 0.0}
         kept = flat_beside if flat_beside is None or part.keep is None else flat_beside[part.keep]
         draw = expected.draw(number) if expected.golden() is not None else None
         limits = interval_limits(part, kept, draw, rule)

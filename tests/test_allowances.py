@@ -17,7 +17,10 @@ from torch import Tensor
 
 import opcheck
 from opcheck import allowances, comparison
+from opcheck.calls import Call, Site, traits_of
 from opcheck.records import Verdict
+from opcheck.references import choose
+from opcheck.repro_limits import limits_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -308,3 +311,26 @@ def test_fault_is_found_in_sums_that_stopped_growing(
     monkeypatch.setattr(comparison, "judge", wrong)
     step = lambda: layer_norm_step(LOSSES[loss], FP16)  # noqa: E731
     assert verdicts(tmp_path, "native_layer_norm_backward", step) == [Verdict.FAIL]
+
+
+@pytest.mark.parametrize("mode", ["trunc", "floor"])
+def test_a_reproducer_grants_no_less_than_the_plain_rule(monkeypatch: Any, mode: str) -> None:
+    func = torch.ops.aten.div.Scalar_mode
+    args = ((normal(1000) * 10).to(BF16), 0.3)
+    call = Call(
+        func=func, traits=traits_of(func), args=args, kwargs={"rounding_mode": mode},
+        site=Site("", "other"), index=0, step=0, occurrence=0, signature=(), source="",
+    )  # fmt: skip
+    out = func(*args, rounding_mode=mode)
+    call.out_dtype = out.dtype
+
+    def granted() -> Any:
+        reference = choose(call, on_device=False, seed=0)
+        [limit] = limits_of(call, out, reference, criterion="calibrated", rtol=1e-4, atol=1e-5)
+        return limit["allowed"]
+
+    with_bound = granted()
+    monkeypatch.setattr(allowances, "ALLOWANCES", {})
+    plain = granted()
+    assert (with_bound >= plain).all()
+    assert (with_bound > plain).any()
