@@ -126,6 +126,9 @@ CASES: dict[str, tuple[str, int, Callable[[], Any]]] = {
         lambda: grid_gradient("bilinear", 400, 2, spread=0.3, corners=False),
     ),
     "linspace": ("linspace", 0, lambda: torch.linspace(-1, 1.3, 999, dtype=BF16)),
+    "linspace of small steps": (
+        "linspace", 0, lambda: torch.linspace(1e-4, 1e-2, 5000, dtype=FP16)
+    ),
     "layer norm of one": (
         "native_layer_norm", 0, lambda: F.layer_norm((normal(4096, 1) * 100).to(BF16), (1,))
     ),
