@@ -28,10 +28,11 @@ _MAX_CODE = 500
 NOT_LOOKED_INTO = {"torch", "numpy", "modulecheck", "opcheck", *sys.stdlib_module_names}
 _FIXED = (
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod,
-    classmethod, functools.cached_property, str, bytes, nn.Module, torch.dtype, torch.device,
+    classmethod, functools.cached_property, str, bytes, torch.dtype, torch.device,
 )  # fmt: skip
 """Values that hold nothing a forward could change."""
-PLAIN = (int, float, complex, bool, *_FIXED)
+PLAIN = (int, float, complex, bool, nn.Module, *_FIXED)
+"""Values that hold no state themselves, or are looked at apart."""
 MISSING = object()
 
 
@@ -203,7 +204,8 @@ class _Search:
         _, names = self._globals.setdefault(id(owner), (owner, {}))
         for name in used:
             value = owner.get(name, MISSING)
-            if name in stored or not (isinstance(value, PLAIN) or value is MISSING):
+            held = isinstance(value, nn.Module) or not isinstance(value, PLAIN)
+            if name in stored or (held and value is not MISSING):
                 names[name] = None
             if isinstance(value, types.ModuleType) and _is_users(value):
                 if id(value) not in self._seen:

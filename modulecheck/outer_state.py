@@ -18,12 +18,13 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modulecheck import _torch
 from modulecheck.outer_places import MISSING, NOT_LOOKED_INTO, PLAIN, Place, places_of
 from opcheck.exits import uncut
 from opcheck.golden import Contents, attributes_of, slots_of
@@ -31,6 +32,8 @@ from opcheck.golden import Contents, attributes_of, slots_of
 __all__ = ["MAX_VALUES", "OuterState", "parts"]
 
 CopyAll = Callable[[list[Tensor]], list[Tensor]]
+_Buffers: TypeAlias = tuple[str, "dict[str, Tensor | None]"]
+"""Of one module, with a name for it."""
 
 MAX_VALUES = 1000
 """An object from which more values are reached is a vocabulary, or the program around the module,
@@ -50,6 +53,8 @@ class OuterState:
     """Each puts a generator of random numbers back."""
     data: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """Tensors and arrays by id, each with a copy."""
+    buffers: tuple[_Buffers, ...] = ()
+    """Of modules that are called without being submodules: globals, members of a list."""
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], copies: CopyAll | None = None) -> OuterState:
@@ -59,19 +64,23 @@ class OuterState:
             modules: whose classes are looked at.
             copies: copies tensors, which may be written to in place; None: nothing is copied.
         """
-        found = cls._at(places_of(modules))
+        modules = list(modules)
+        places = places_of(modules)
+        found = cls._at(places, tuple(_hidden_buffers(modules, places)))
         return found if copies is None else replace(found, data=_copied(found._data(), copies))
 
     @classmethod
-    def _at(cls, places: tuple[Place, ...]) -> OuterState:
+    def _at(cls, places: tuple[Place, ...], buffers: tuple[_Buffers, ...]) -> OuterState:
         values = tuple((place, name, place.read(name)) for place in places for name in place.names)
         held = [value for _, _, value in values]
+        holding = (*held, *(own for _, own in buffers))
         streams = (_stream(value) for value in held)
         return cls(
             places,
             values,
-            tuple(Contents([value]) for value in held if _is_small_state(value)),
+            tuple(Contents([value]) for value in holding if _is_small_state(value)),
             tuple(put_back for put_back in streams if put_back is not None),
+            buffers=buffers,
         )
 
     def _data(self) -> list[Any]:
@@ -89,9 +98,12 @@ class OuterState:
         """Tensors by a name that says where they are; copies where there are any."""
         return {
             found: self.data[id(tensor)][1] if id(tensor) in self.data else tensor
-            for place, name, value in self.values
+            for path, value in (
+                *((f"{place.label}{name}", value) for place, name, value in self.values),
+                *self.buffers,
+            )
             if isinstance(value, Tensor) or _is_small_state(value)
-            for found, tensor in _named(value, f"{place.label}{name}")
+            for found, tensor in _named(value, path)
         }
 
     def written(self) -> tuple[list[Tensor], list[tuple[Any, Any]]]:
@@ -118,7 +130,7 @@ class OuterState:
 
     def forgotten(self) -> OuterState:
         """The same places, without holding on to what was there."""
-        return OuterState(self.places)
+        return OuterState(self.places, buffers=self.buffers)
 
     @contextlib.contextmanager
     def again(self, copies: CopyAll) -> Iterator[None]:
@@ -127,7 +139,7 @@ class OuterState:
         Args:
             copies: copies tensors; in place, because a graph of the user's may need their values.
         """
-        now = self._at(self.places)
+        now = self._at(self.places, self.buffers)
         begun = self
         if not self.values:  # forgotten
             begun = replace(now, data={id(item): (item, item) for item in now._data()})
@@ -145,6 +157,28 @@ class OuterState:
                 place.write(name, twins[id(value)])
         for contents in self.contents:
             contents.exchange(twins)
+
+
+def _hidden_buffers(modules: list[nn.Module], places: tuple[Place, ...]) -> Iterator[_Buffers]:
+    """Of modules that these reach by a global, a closure or a container, and not as submodules.
+
+    A module that has one of these within it is the program around them.
+    """
+    own = set(map(id, modules))
+    reached = [(name, place.read(name)) for place in places for name in place.names]
+    reached += [pair for module in modules for pair in vars(module).items()]
+    number = 0
+    for name, value in reached:
+        members = value if isinstance(value, (list, tuple)) else (value,)
+        for item in members if len(members) <= MAX_VALUES else ():
+            if not isinstance(item, nn.Module) or id(item) in own:
+                continue
+            inner = list(item.modules())
+            if own.isdisjoint(map(id, inner)):
+                for part in inner:
+                    yield f"{name}.{number}", _torch.own_buffers(part)
+                    number += 1
+            own.update(map(id, inner))
 
 
 def parts(value: Any) -> Iterator[Any]:

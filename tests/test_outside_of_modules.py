@@ -21,6 +21,7 @@ from modulecheck.snapshot import copied_together
 from opcheck import Verdict
 from tests.compiled import (
     DYNAMO_WARNS,
+    WIDTH,
     Block,
     Kind,
     add_to_one,
@@ -152,6 +153,27 @@ class InArray(Block):
         return float(COUNTS[0])
 
 
+NORM = nn.BatchNorm1d(WIDTH)
+HIDDEN = nn.BatchNorm1d(WIDTH)
+NORMS = (NORM, HIDDEN)
+
+
+class InGlobalModule(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(NORM(hidden))
+
+
+class InHiddenModule(Block):
+    """As one does to keep a module out of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [HIDDEN]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.hidden[0](hidden))
+
+
 class Slotted:
     __slots__ = ("calls",)
 
@@ -187,6 +209,9 @@ def start(kind: type[Block]) -> None:
     for written in (TOTAL, HELD["pair"][0], InClassTensor.seen):
         written.zero_()
     COUNTS[:] = 0.0
+    for norm in NORMS:
+        norm.reset_running_stats()
+        norm.zero_grad()
     if "made" in vars(InNewOfClass):
         del InNewOfClass.made
     for container in (LOSSES, STATS, SETTINGS.seen, Store.losses):
@@ -207,6 +232,12 @@ def outside() -> dict[str, Any]:
         "tensors": [TOTAL.tolist(), HELD["pair"][0].tolist(), InClassTensor.seen.tolist()],
         "array": COUNTS.tolist(),
         "slots": SLOTTED.calls,
+        "buffers": [item.tolist() for norm in NORMS for item in norm.buffers()],
+        "gradients": [
+            None if item.grad is None else item.grad.tolist()
+            for norm in NORMS
+            for item in norm.parameters()
+        ],
         "made": vars(InNewOfClass).get("made"),
     }
 
@@ -223,7 +254,7 @@ def step_with_losses(workload: Any) -> Tensor:
 
 KINDS = [
     InGlobal, InGlobalList, InHelper, InObject, InClass, InStore, in_closure(), InTensor,
-    InHeldTensor, InClassTensor, InArray, InSlots, InNewOfClass,
+    InHeldTensor, InClassTensor, InArray, InSlots, InNewOfClass, InHiddenModule, InGlobalModule,
 ]  # fmt: skip
 
 
