@@ -42,11 +42,13 @@ class _KeyBlocks:
         """Were the keys straight at its beginning? Where torch itself holds them otherwise, they
         are left alone."""
         self._originals: dict[type[Any], tuple[Any, Any]] = {}
+        self._patches: dict[type[Any], tuple[Any, Any]] = {}
         self._lock = threading.RLock()
 
     def watch(self, asker: object) -> None:
         """From now on, until `ignore`."""
         with self._lock:
+            self._restore()  # where somebody else was in the way
             self._askers.append(asker)
             for block in _torch.KEY_BLOCKS:
                 if block not in self._originals:
@@ -62,10 +64,13 @@ class _KeyBlocks:
         """Take the patches off, once nobody asks and no block is open."""
         if self._askers or self._open:
             return
-        while self._originals:
-            block, (enter, leave) = next(iter(self._originals.items()))
-            block.__enter__, block.__exit__ = enter, leave
-            del self._originals[block]
+        for block, originals in list(self._originals.items()):
+            patches = self._patches.get(block, originals)
+            now = (block.__enter__, block.__exit__)
+            # what somebody else has put around them since stays, and calls them
+            if all(item in pair for item, *pair in zip(now, originals, patches, strict=True)):
+                block.__enter__, block.__exit__ = originals
+                del self._originals[block]
 
     def _patch(self, block: type[Any]) -> None:
         enter, leave = self._originals[block] = (block.__enter__, block.__exit__)
@@ -82,6 +87,7 @@ class _KeyBlocks:
 
         for function in (entered, left):  # they run where every frame is compiled
             _torch.keep_from_dynamo(function.__code__)
+        self._patches[block] = entered, left
         block.__enter__, block.__exit__ = entered, left
 
     def _closed(self, opened: Any) -> None:
