@@ -35,7 +35,7 @@ import opcheck
 from opcheck.records import Coverage, OpRecord, SkipReason, Verdict
 from tests.step_equality import EmptyMode
 
-__all__ = ["DEFAULT_DTYPES", "NAMED", "Sweep", "cases_of", "op_infos", "sweep"]
+__all__ = ["DEFAULT_DTYPES", "WRONG_IN_TORCH", "Sweep", "cases_of", "op_infos", "sweep"]
 
 DEFAULT_DTYPES = ("float32", "bfloat16", "float16", "complex64", "float64", "int64", "bool")
 _SEED = 20
@@ -46,7 +46,7 @@ _NOT_REPEATABLE = ("linalg.lstsq",)
 _MATRIX_EXP = (
     "torch's CPU kernel is wrong in 16 bit: NaN for 1.00007 at norm 1e-4, 1e30 for 1.03 at 0.05"
 )
-NAMED: dict[tuple[str, str], str] = {
+WRONG_IN_TORCH: dict[tuple[str, str], str] = {
     ("aten.linalg_matrix_exp.default", "torch.bfloat16"): _MATRIX_EXP,
     ("aten.linalg_matrix_exp.default", "torch.float16"): _MATRIX_EXP,
 }
@@ -304,7 +304,7 @@ class Sweep:
             if record.error is not None:
                 self.crashes.append((where, record))
             elif record.verdict is Verdict.FAIL:
-                is_named = (record.op, record.outputs[0].rpartition(":")[2]) in NAMED
+                is_named = (record.op, record.outputs[0].rpartition(":")[2]) in WRONG_IN_TORCH
                 (self.named if is_named else self.alarms).append((where, record))
             self.weakly_checked.update(f"{record.op}: {note}" for note in record.notes)
 

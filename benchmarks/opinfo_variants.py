@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251 - loo
 from benchmarks.alarms import ARMS, Alarm, Tally, print_tally
 from benchmarks.correct_kernels import VARIANTS, Variant
 from benchmarks.more_calls import long_sums, numbers
-from benchmarks.opinfo_sweep import Case, cases_of, op_infos
+from benchmarks.opinfo_sweep import WRONG_IN_TORCH, Case, cases_of, op_infos
 from benchmarks.subjects import HALF, NotHereError, Subject
 from opcheck import _torch
 from opcheck.calls import Call, Site, traits_of
@@ -218,8 +218,9 @@ class _Watch(TorchDispatchMode):
         alarm = partial(Alarm, variant.name, arm, call.traits.name, name, self.entry)
         if not found.passed:
             failed = alarm(found.metrics.q, found.reason + _inputs(call))
-            key = (variant.name, call.traits.name)
-            (tally.named if key in NAMED else tally.alarms).append(failed)
+            is_wrong = (call.traits.name, str(subject.dtype)) in WRONG_IN_TORCH
+            is_named = is_wrong or (variant.name, call.traits.name) in NAMED
+            (tally.named if is_named else tally.alarms).append(failed)
             return
         if found.metrics.q > tally.worst.get(variant.name, (0.0, ""))[0]:
             tally.worst[variant.name] = (found.metrics.q, f"{call.traits.name} {name}")
