@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import opcheck
+from benchmarks.opinfo_sweep import WRONG_IN_TORCH
 from opcheck.calls import traits_of
 from opcheck.kernel_table import call_kernel, kernels, with_number_tensors
 from opcheck.kernelcheck import find_op
@@ -59,6 +60,13 @@ def run_samples(dtype: torch.dtype) -> None:
                 op(sample.input, *sample.args, **sample.kwargs)
 
 
+def is_wrong_in_torch(line):
+    return any(
+        f"Op: {op.split('.')[1]} | FAIL" in line and f":{dtype} |" in line
+        for op, dtype in WRONG_IN_TORCH
+    )
+
+
 @pytest.mark.parametrize(("dtype", "criterion"), SWEEPS)
 def test_no_kernel_of_torch_fails_or_crashes_a_check(tmp_path, dtype, criterion):
     log = tmp_path / "p.log"
@@ -72,7 +80,7 @@ def test_no_kernel_of_torch_fails_or_crashes_a_check(tmp_path, dtype, criterion)
         run_samples(dtype)
     assert register.failed == {}
     assert len(register.all_keys) > 600
-    assert log_lines(log) == []
+    assert [line for line in log_lines(log) if not is_wrong_in_torch(line)] == []
     coverage = opcheck.coverage()
     assert coverage.errors == 0
     assert coverage.adds_up
