@@ -25,6 +25,7 @@ __all__ = [
     "HOOK_TABLES",
     "INDUCTOR_CODE",
     "KEY_BLOCKS",
+    "LAZY_BITS",
     "BelowAutograd",
     "DisableTorchFunction",
     "DispatchKey",
@@ -52,6 +53,7 @@ __all__ = [
     "hook_tables_of",
     "is_composite",
     "is_functional",
+    "is_key_excluded",
     "is_key_on",
     "is_unshared",
     "keep_from_dynamo",
@@ -73,6 +75,7 @@ __all__ = [
     "registrations_for",
     "schema_of",
     "sequence_nr_of",
+    "set_key_excluded",
     "set_key_on",
     "set_no_compile",
     "storage_id",
@@ -143,6 +146,14 @@ compile."""
 mode_keys: tuple[Any, ...] = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
 """On, while any mode is on the thread's stack."""
 is_key_on: Callable[[Any], bool] = _door.need("torch._C._dispatch_tls_is_dispatch_key_included")
+LAZY_BITS: tuple[Any, ...] = (DispatchKey.Conjugate, DispatchKey.Negative)
+"""Keys that resolve the conjugate and the negative of a tensor, which are noted as bits."""
+is_key_excluded: Callable[[Any], bool] = _door.need(
+    "torch._C._dispatch_tls_is_dispatch_key_excluded"
+)
+set_key_excluded: Callable[[Any, bool], None] = _door.need(
+    "torch._C._dispatch_tls_set_dispatch_key_excluded"
+)
 set_key_on: Callable[[Any, bool], None] = _door.need(
     "torch._C._dispatch_tls_set_dispatch_key_included"
 )

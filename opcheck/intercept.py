@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from opcheck import _torch
+from opcheck.lazy_bits import call_with_lazy_bits
 from opcheck.modes import PassingMode, active_modes, is_innermost, take_off
 from opcheck.switch import SWITCH, Observer
 from opcheck.tensor_kinds import unwraps_itself
@@ -84,7 +85,7 @@ class CheckMode(PassingMode):
     ) -> Any:
         kwargs = kwargs or {}
         if os.getpid() != self._pid:  # a forked worker: its steps are not ours
-            return func(*args, **kwargs)
+            return call_with_lazy_bits(func, args, kwargs)
         observer = self._observer
         call = observer.before(func, types, args, kwargs)
         if types and unwraps_itself(types):
@@ -92,9 +93,9 @@ class CheckMode(PassingMode):
         try:
             if SWITCH.has_kernels:
                 with SWITCH.announced(func, call):
-                    out = func(*args, **kwargs)
+                    out = call_with_lazy_bits(func, args, kwargs)
             else:
-                out = func(*args, **kwargs)
+                out = call_with_lazy_bits(func, args, kwargs)
         except BaseException:
             observer.raised(call)
             raise

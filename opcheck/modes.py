@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from opcheck import _torch
+from opcheck.lazy_bits import call_with_lazy_bits
 
 __all__ = ["PassingMode", "active_modes", "is_innermost", "take_off", "without_modes"]
 
@@ -22,7 +23,7 @@ class PassingMode(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return func(*args, **(kwargs or {}))
+        return call_with_lazy_bits(func, args, kwargs or {})
 
 
 def active_modes() -> list[Any]:

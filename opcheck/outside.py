@@ -8,6 +8,7 @@ from typing import Any
 
 from opcheck import _torch
 from opcheck.kernel_table import Originals, kernels
+from opcheck.lazy_bits import lazy_bits
 
 __all__ = [
     "as_in_the_step",
@@ -79,7 +80,7 @@ class outside_everything:  # noqa: N801 - used as a context manager, spelled lik
         guards = self._guards = []
         _reference.open.append(self)
         try:
-            for make in (_torch.DisableTorchFunction, _torch.BelowAutograd):
+            for make in (_torch.DisableTorchFunction, _torch.BelowAutograd, lazy_bits):
                 guards.append(make())
                 guards[-1].__enter__()
             guards.append(_torch.ExcludeKeys(_AUTOCAST_KEYS))

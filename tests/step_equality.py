@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (  # noqa: TID251 - tests look at modes
     _get_current_dispatch_mode_stack,
 )
 
+from opcheck.lazy_bits import lazy_bits
 from tests.models import Workload
 
 Session = TypeVar("Session")
@@ -47,7 +48,9 @@ class EmptyMode(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
+        # without them torch loses conjugate bits under any mode; `test_lazy_bits` asks for plain
+        with lazy_bits():
+            return func(*args, **(kwargs or {}))
 
 
 def empty_mode(model: nn.Module | None = None) -> AbstractContextManager[EmptyMode]:

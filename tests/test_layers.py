@@ -40,6 +40,7 @@ LAYERS = {
             "textline",
             "groups",
         },
+        {"lazy_bits"},
         {
             "allowances",
             "calls",

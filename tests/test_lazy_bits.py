@@ -1,0 +1,77 @@
+"""Conjugate and negative bits within a checked step are those of the step without a checker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251 - a mode of the user's
+
+import opcheck
+from opcheck.records import Verdict
+from tests.faults import planted, spoiled
+from tests.step_equality import same_bits
+
+LAZY = ("Conjugate", "Negative")
+is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: TID251 - from outside
+
+
+def matrix() -> Tensor:
+    return torch.randn(5, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+
+
+CALLS = {
+    "pinv": torch.linalg.pinv,
+    "pinv of a conjugate": lambda a: torch.linalg.pinv(a.mH),
+    "negative bits": lambda a: torch.linalg.pinv(a.conj().imag),
+    "mv of a conjugate": lambda a: torch.mv(a.mH, a[0].conj()),
+    "eigvals": torch.linalg.eigvals,
+    "matrix_rank": torch.linalg.matrix_rank,
+    "solve": lambda a: torch.linalg.solve(a.mH, a.conj()),
+    "copy of a conjugate": lambda a: a.conj().clone(),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_those_without_a_mode(name: str, needs_grad: bool, tmp_path: Path) -> None:
+    given = matrix().requires_grad_(needs_grad)
+    plain = CALLS[name](given)
+    with opcheck.check(log_dir=tmp_path, quiet=True, max_checks=None) as session:
+        actual = CALLS[name](given)
+    assert same_bits(actual.detach(), plain.detach())
+    assert actual.is_conj() == plain.is_conj()
+    assert session.verdict is not Verdict.FAIL, session.report()
+    assert session.coverage.errors == 0
+
+
+def test_a_wrong_pseudo_inverse_is_found(tmp_path: Path) -> None:
+    with (
+        planted("aten.linalg_pinv.atol_rtol_tensor", spoiled(lambda y: y.mul_(1.01))),
+        opcheck.check(log_dir=tmp_path, quiet=True) as session,
+    ):
+        torch.linalg.pinv(matrix())
+    assert session.verdict is Verdict.FAIL
+
+
+class Asks(TorchDispatchMode):
+    """A mode of the user's above ours: what it sees is what torch gives to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen.append(tuple(map(is_excluded, LAZY)))
+        return out
+
+
+def test_keys_are_as_before_in_the_handler_of_another_mode(tmp_path: Path) -> None:
+    with Asks() as alone:
+        matrix().exp()
+    with opcheck.check(log_dir=tmp_path, quiet=True), Asks() as beside:
+        matrix().exp()
+    assert beside.seen == alone.seen
