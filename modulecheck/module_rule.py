@@ -22,7 +22,7 @@ from modulecheck.compared import Array, Compared, Documented
 from modulecheck.kink_rule import at_a_kink
 from modulecheck.trial import SENSITIVE_DRAWS, Measured, Trial
 from opcheck import tolerances as tol
-from opcheck.arrays import classes, size_beside_fill
+from opcheck.arrays import classes, usual_size
 from opcheck.records import Verdict
 from opcheck.verdicts import rms
 
@@ -64,7 +64,7 @@ def _wrong_beside_dead_eager(trial: Trial) -> str:
     allowed = dead.spacing(dead.golden, moved) + rms(trial.eager - trial.golden)
     finite = np.abs(trial.all_golden) < tol.ROUNDS_TO_INF[trial.dtype]
     around = trial.all_golden[finite]
-    allowed += tol.EPS[trial.dtype] * size_beside_fill(around, rms(around))
+    allowed += tol.EPS[trial.dtype] * usual_size(around)
     q = np.abs(dead.actual - dead.golden) / allowed
     worst = int(q.argmax())
     limit = FAR_LIMITS[trial.half][0]
@@ -124,8 +124,7 @@ def _why_far(trial: Trial, moved: Array) -> str:
     """Why the common result is no rounding of the golden, "" if it may be one."""
     error = np.abs(trial.actual - trial.golden)
     # every op of the module rounds to the dtype, and later ones mix those roundings
-    size = size_beside_fill(trial.golden, rms(trial.golden))
-    allowed = trial.spacing(trial.golden, moved) + tol.EPS[trial.dtype] * size
+    allowed = trial.spacing(trial.golden, moved) + tol.EPS[trial.dtype] * usual_size(trial.golden)
     q, share = error / allowed, rms(error) / rms(allowed)
     worst, limits = int(q.argmax()), FAR_LIMITS[trial.half]
     if float(q[worst]) > limits[0]:

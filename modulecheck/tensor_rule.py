@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opcheck import tolerances as tol
-from opcheck.arrays import fill_of, size_beside_fill
+from opcheck.arrays import fill_of, usual_size
 from opcheck.verdicts import Outcome, Rule, judge_golden, rms
 
 __all__ = [
@@ -92,7 +92,7 @@ def allowed_errors(reference: Array, precision: str) -> Array:
     size = np.absolute(np.where(np.isfinite(expected), expected, 0.0))
     least = tol.ALLOWED_UNDERFLOW[rule_dtype(precision)]
     step = limits_for(precision).element * COARSENESS[precision]
-    allowed: Array = step * np.maximum(size, size_beside_fill(size, rms(size))) + least
+    allowed: Array = step * np.maximum(size, usual_size(size)) + least
     return allowed
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from modulecheck.compared import Array, Compared, Documented, References, flat
 from opcheck import tolerances as tol
-from opcheck.arrays import classes, fill_of, rms_apart, size_beside_fill, typical_size
+from opcheck.arrays import classes, fill_of, rms_apart, typical_size, usual_size
 from opcheck.records import Metrics, Verdict
 from opcheck.verdicts import rms, round_to, spacing_of
 
@@ -187,7 +187,7 @@ class Trial:
         share = tol.PERTURBED_SHARE_HALF if self.half else tol.PERTURBED_SHARE
         allowed = spacing_of(golden, self.dtype) + tol.ALLOWED_UNDERFLOW[self.dtype]
         allowed += share * np.maximum(moved, tol.LOCAL_FLOOR * rms_apart(moved, fill_of(golden)))
-        allowed += tol.compute_eps(self.dtype) * size_beside_fill(golden, rms(golden))
+        allowed += tol.compute_eps(self.dtype) * usual_size(golden)
         return np.asarray(allowed)
 
     def tests_shift(self) -> bool:

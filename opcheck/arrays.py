@@ -32,6 +32,7 @@ __all__ = [
     "size_beside_fill",
     "spacing_of",
     "typical_size",
+    "usual_size",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -94,18 +95,23 @@ def fill_of(values: Array) -> Array | None:
     return fill if np.count_nonzero(between) == num_filled else None
 
 
-def size_beside_fill(values: Array, size: float) -> float:
-    """`typical_size`, of what is left where there is a fill value.
+def size_beside_fill(values: Array, typical: float) -> float:
+    """The typical size; where there is a fill value, that of what is left.
 
     Args:
         values: flat.
-        size: as there.
+        typical: their `typical_size`.
     """
     fill = fill_of(values)
     if fill is None:
-        return typical_size(values, size)
+        return typical
     rest = values[~fill]
     return typical_size(rest, rms(rest))
+
+
+def usual_size(values: Array) -> float:
+    """The typical size beside a fill value, of values whose rms nobody has taken yet."""
+    return size_beside_fill(values, typical_size(values, rms(values)))
 
 
 def rms_apart(values: Array, fill: Array | None) -> Array | float:

@@ -160,7 +160,7 @@ class _Ranking:
         """Measure."""
         spacing = spacing_of(golden, rule.dtype) + tol.ALLOWED_UNDERFLOW[rule.dtype]
         typical = typical_size(golden, part.scan.expected_rms)
-        beside = size_beside_fill(golden, part.scan.expected_rms)
+        beside = size_beside_fill(golden, typical)
         base = spacing + tol.compute_eps(rule.dtype) * beside
         error = actual - golden
         # among subnormals rounding errs by their spacing, whatever the size: fp16 gradients

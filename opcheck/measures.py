@@ -25,6 +25,7 @@ from opcheck.arrays import (
     rms,
     size_beside_fill,
     spacing_of,
+    typical_size,
 )
 from opcheck.records import Metrics
 from opcheck.rules import Outcome, Rule
@@ -119,7 +120,7 @@ def typical_at_a_glance(values: Array, size: float) -> float:
     """`size_beside_fill` of a sample; a wrong guess costs a run in float64 at most."""
     if values.size > _GLANCE.size:
         values = values[(_GLANCE * values.size).astype(np.intp)]
-    return size_beside_fill(values, size)
+    return size_beside_fill(values, typical_size(values, size))
 
 
 def quick_ratio(pair: Pair, scan: Scan, rule: Rule, *, test_shift: bool) -> float | None:
