@@ -17,7 +17,7 @@ from opcheck.declared import declared_results
 from opcheck.expected import Leaf, leaves_of
 from opcheck.leaf_judging import judge_identity, rule_for
 from opcheck.records import SkipReason
-from opcheck.references import host_array
+from opcheck.references import wide_array
 from opcheck.sampled import Criterion, Judged, rng_of, sample_of
 from opcheck.vectors import VECTORS, Mix, has_vectors, matrices_of
 from opcheck.verdicts import Outcome
@@ -99,13 +99,8 @@ def _together(matrices: Tensor, results: list[Tensor]) -> Iterator[tuple[Array, 
     ]
     step = max(1, MAX_TOGETHER // size)
     for start in range(0, batch, step):
-        part = _wide(given[start : start + step])
+        part = wide_array(given[start : start + step])
         keep = np.isfinite(part).all(axis=(-2, -1))
         if keep.any():
-            found = [_wide(item[start : start + step]) for item in flat]
+            found = [wide_array(item[start : start + step]) for item in flat]
             yield (part, found) if keep.all() else (part[keep], [item[keep] for item in found])
-
-
-def _wide(tensor: Tensor) -> Array:
-    array = host_array(tensor)
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from opcheck import tolerances as tol
 from opcheck.arrays import Array, round_to
 from opcheck.calls import Call
 from opcheck.golden_rules import argument
-from opcheck.references import host_array
+from opcheck.references import wide_array
 from opcheck.vectors import (
     VECTORS,
     Identity,
@@ -57,11 +56,6 @@ class Reconstruction:
     """But not where they have the bits of torch's own kernel, which counts in 16 bit as well."""
 
 
-def _wide(values: Any) -> Array:
-    array = host_array(values)
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
 def _norm(matrix: Array) -> Array:
     """Frobenius norm of each matrix, ready to be broadcast over its elements."""
     found: Array = np.sqrt(np.sum(np.square(np.absolute(matrix)), axis=(-2, -1), keepdims=True))
@@ -82,11 +76,11 @@ def _product(text: str, actual: Array, expected: Array, scale: Array, slack: flo
 def _vectors(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
     if not has_vectors(call) or not all(np.isfinite(item).all() for item in results):
         return []  # values alone were asked for, or overflow
-    return VECTORS[call.traits.base](call, _wide(matrices_of(call)), results, dtype, Mix())
+    return VECTORS[call.traits.base](call, wide_array(matrices_of(call)), results, dtype, Mix())
 
 
 def _eigvals(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
-    matrix = _wide(call.args[0]).astype(np.complex128)
+    matrix = wide_array(call.args[0]).astype(np.complex128)
     if not np.isfinite(results[0]).all():
         return []
     scale = unit_scale(matrix)
@@ -98,7 +92,7 @@ def _eigvals(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]
 
 def _packed_lu(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
     packed, pivots = results[:2]
-    matrix = _wide(call.args[0])
+    matrix = wide_array(call.args[0])
     rank = min(matrix.shape[-2:])
     if not argument(call, "pivot", True) or not matrix.size:  # noqa: FBT003 - torch's default
         return []
@@ -135,7 +129,7 @@ def _lower_upper(lower: Array, upper: Array, matrix: Array, dtype: str) -> list[
 
 def _lu(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
     order, lower, upper = results[0].real, *results[1:3]
-    matrix = _wide(call.args[0])
+    matrix = wide_array(call.args[0])
     if not order.size or not matrix.size:
         return []
     rows = np.identity(order.shape[-1])
@@ -152,14 +146,14 @@ def _lu(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
 
 
 def _inverse(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
-    matrix, inverse = _wide(call.args[0]), results[0]
+    matrix, inverse = wide_array(call.args[0]), results[0]
     unit = np.broadcast_to(np.eye(matrix.shape[-1]), matrix.shape).astype(matrix.dtype)
     scale, slack = _norm(matrix) * _norm(inverse), _slack(matrix, dtype)
     return [_product("A @ inverse", matrix @ inverse, unit, scale, slack)]
 
 
 def _solution(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
-    matrix, right = _wide(call.args[0]), _wide(call.args[1])
+    matrix, right = wide_array(call.args[0]), wide_array(call.args[1])
     solution = results[0]
     is_vector = right.ndim == 1 or (
         right.ndim == matrix.ndim - 1 and right.shape == matrix.shape[:-1]
@@ -174,7 +168,7 @@ def _solution(call: Call, results: Sequence[Array], dtype: str) -> list[Identity
 
 
 def _least_squares(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
-    matrix, right = _wide(call.args[0]), _wide(call.args[1])
+    matrix, right = wide_array(call.args[0]), wide_array(call.args[1])
     solution = results[0]
     if right.ndim == matrix.ndim - 1:
         right, solution = right[..., None], solution[..., None]
@@ -190,7 +184,7 @@ def _least_squares(call: Call, results: Sequence[Array], dtype: str) -> list[Ide
 
 def _counts(call: Call, results: Sequence[Array], dtype: str) -> list[Identity]:
     """Of `histc`."""
-    values, counts = _wide(call.args[0]).reshape(-1), results[0].astype(np.float64)
+    values, counts = wide_array(call.args[0]).reshape(-1), results[0].astype(np.float64)
     low, high = float(argument(call, "min", 0)), float(argument(call, "max", 0))
     if low == high:
         low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
@@ -207,7 +201,7 @@ def _histogram(call: Call, results: Sequence[Array], dtype: str) -> list[Identit
     is_plain = argument(call, "weight") is None and not argument(call, "density", False)  # noqa: FBT003
     if not is_plain or not np.isfinite(edges).all() or not edges[0] < edges[-1]:
         return []
-    return _cumulated(_wide(call.args[0]).reshape(-1), counts, edges, dtype)
+    return _cumulated(wide_array(call.args[0]).reshape(-1), counts, edges, dtype)
 
 
 def _cumulated(values: Array, counts: Array, edges: Array, dtype: str) -> list[Identity]:

@@ -369,6 +369,12 @@ def _call_formula(formula: Callable[..., Any], args: list[Any], kwargs: dict[str
     return formula(*args, **kwargs)
 
 
+def wide_array(tensor: Tensor) -> Array:
+    """The values as a NumPy array of its own in float64, of a complex tensor in complex128."""
+    array = host_array(tensor)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
 def host_array(tensor: Tensor) -> Array:
     """The values as a NumPy array: 16-bit floats as float32, which holds them exactly."""
     plain = tensor.detach()
