@@ -146,6 +146,9 @@ compile."""
 mode_keys: tuple[Any, ...] = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
 """On, while any mode is on the thread's stack."""
 is_key_on: Callable[[Any], bool] = _door.need("torch._C._dispatch_tls_is_dispatch_key_included")
+set_key_on: Callable[[Any, bool], None] = _door.need(
+    "torch._C._dispatch_tls_set_dispatch_key_included"
+)
 LAZY_BITS: tuple[Any, ...] = (DispatchKey.Conjugate, DispatchKey.Negative)
 """Keys that resolve the conjugate and the negative of a tensor, which are noted as bits."""
 is_key_excluded: Callable[[Any], bool] = _door.need(
@@ -153,9 +156,6 @@ is_key_excluded: Callable[[Any], bool] = _door.need(
 )
 set_key_excluded: Callable[[Any, bool], None] = _door.need(
     "torch._C._dispatch_tls_set_dispatch_key_excluded"
-)
-set_key_on: Callable[[Any, bool], None] = _door.need(
-    "torch._C._dispatch_tls_set_dispatch_key_included"
 )
 KEY_BLOCKS: tuple[type[Any], ...] = (
     _door.need("torch._C._InferenceMode"),

@@ -84,8 +84,13 @@ def computing_dtype(call: Call) -> torch.dtype | None:
         named: torch.dtype = call.out_dtype
         return named
     found = _promoted(call)
+    return _in_float32(call, found, SCALARS_IN_FLOAT32)
+
+
+def _in_float32(call: Call, dtype: torch.dtype | None, ops: frozenset[str]) -> torch.dtype | None:
+    """float32 for a 16-bit dtype where the op, in any of its spellings, is one of these."""
     base = call.traits.base.rstrip("_").removeprefix("_foreach_")
-    return torch.float32 if found in HALF and base in SCALARS_IN_FLOAT32 else found
+    return torch.float32 if dtype in HALF and base in ops else dtype
 
 
 def _promoted(call: Call) -> torch.dtype | None:
@@ -153,10 +158,7 @@ def as_number(call: Call, tensor: Tensor) -> float | None:
     dtype = _promoted(call) if "pointwise" in _torch.tags_of(call.func) else None
     if dtype is None or torch.finfo(dtype).eps <= torch.finfo(tensor.dtype).eps:
         return None
-    base = call.traits.base.rstrip("_").removeprefix("_foreach_")
-    if dtype in HALF and base in NUMBER_TENSORS_IN_FLOAT32:
-        dtype = torch.float32
-    return _rounded(float(tensor), dtype)
+    return _rounded(float(tensor), _in_float32(call, dtype, NUMBER_TENSORS_IN_FLOAT32))
 
 
 def number_tensor(call: Call, value: Any, *, wide: bool) -> Tensor:

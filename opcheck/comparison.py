@@ -70,12 +70,10 @@ class Comparison:
         settings = self._settings
         if call.is_large:
             call.declared = self._declared.of(call)
-            judged = judge_large(call, out, self._criterion(rtol, atol))
-            return judged if isinstance(judged, SkipReason) else Outcome(judged, rtol, atol, None)
+            return _unblamed(judge_large(call, out, self._criterion(rtol, atol)), rtol, atol)
         reference = choose(call, on_device=call.on_device or call.in_kernel, seed=settings.seed)
         if reference is SkipReason.NO_INDEPENDENT_REFERENCE and has_vectors(call):
-            judged = judge_decomposed(call, out, self._criterion(rtol, atol))
-            return judged if isinstance(judged, SkipReason) else Outcome(judged, rtol, atol, None)
+            return _unblamed(judge_decomposed(call, out, self._criterion(rtol, atol)), rtol, atol)
         if isinstance(reference, SkipReason):
             return reference
         if not reference.has_baseline:
@@ -94,3 +92,7 @@ class Comparison:
     def _criterion(self, rtol: float, atol: float) -> Criterion:
         settings = self._settings
         return Criterion(name=settings.criterion, rtol=rtol, atol=atol, seed=settings.seed)
+
+
+def _unblamed(judged: Judged | SkipReason, rtol: float, atol: float) -> Outcome | SkipReason:
+    return judged if isinstance(judged, SkipReason) else Outcome(judged, rtol, atol, None)

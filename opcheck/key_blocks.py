@@ -91,9 +91,8 @@ class _KeyBlocks:
         block.__enter__, block.__exit__ = entered, left
 
     def _closed(self, opened: Any) -> None:
-        if self._open.get(opened, True):  # or begun before anybody asked
+        if self._open.pop(opened, True):  # or begun before anybody asked
             _put_keys_straight()
-        self._open.pop(opened, None)
         if not self._askers and not self._open:
             with self._lock:
                 self._restore()
