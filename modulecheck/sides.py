@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from modulecheck.region_gradients import RegionGradients
 from modulecheck.replay import replaying
 from modulecheck.selection import Target
 from modulecheck.snapshot import Snapshot, arguments, copied_together
+from modulecheck.versions import Version, own_versions
 from opcheck.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -243,14 +244,14 @@ class _Recorder:
 
     def __init__(self, side: Side, *, cast_dtype: Any, log: CompileLog) -> None:
         self._side, self._cast_dtype, self._log = side, cast_dtype, log
-        self._states: dict[str, list[_ParameterState]] = {}
+        self._versions: dict[str, dict[str, Version]] = {}
         """Of each module's own parameters: to look at all of them in every call would take the
         number of modules squared."""
         self._count = itertools.count()
 
     def around(self, name: str, module: nn.Module) -> Callable[[Any, Any, Any], Any]:
         calls = self._side.calls.setdefault(name, [])
-        self._states[name] = _parameter_states(module)
+        self._versions[name] = own_versions(module)
         running = threading.local()
 
         def around(run: Any, args: Any, kwargs: Any) -> Any:
@@ -275,13 +276,14 @@ class _Recorder:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> SideCall | None:
         self._side.order.setdefault(name)
         try:
+            snapshot = Snapshot.take(module, args, kwargs, cast_dtype=self._cast_dtype)
             return SideCall(
-                tuple(key for key, _ in module.named_parameters()),
-                Snapshot.take(module, args, kwargs, cast_dtype=self._cast_dtype),
+                tuple(snapshot.parameter_versions),
+                snapshot,
                 RegionGradients(module, args, kwargs, copies=True),
                 is_recompute=_torch.inside_autograd(),
                 training={key: item.training for key, item in module.named_modules()},
-                moved=_are_others(self._states[name], _parameter_states(module)),
+                moved=snapshot.parameter_versions != self._versions[name],
                 started=next(self._count),
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
@@ -308,24 +310,6 @@ class _Recorder:
 
 def _nothing() -> None:
     """All is read when the run is over."""
-
-
-_ParameterState: TypeAlias = tuple[nn.Parameter, int]
-"""A parameter, held so that no other one gets its id, and its version."""
-
-
-def _parameter_states(module: nn.Module) -> list[_ParameterState]:
-    return [
-        (item, -1 if item.is_inference() else _torch.version_of(item))
-        for item in module.parameters()
-    ]
-
-
-def _are_others(before: list[_ParameterState], now: list[_ParameterState]) -> bool:
-    return len(before) != len(now) or any(
-        mine is not theirs or version != since
-        for (mine, version), (theirs, since) in zip(before, now, strict=True)
-    )
 
 
 @contextlib.contextmanager
