@@ -126,7 +126,6 @@ def as_float(loss: Any) -> float:
 class SideCall:
     """One call of a wrapped module; copies only, so that nothing moves when the step goes on."""
 
-    parameter_names: tuple[str, ...]
     snapshot: Snapshot
     region: RegionGradients
     is_recompute: bool
@@ -184,7 +183,7 @@ class SideCall:
         }
         of_parameters: dict[Key, Tensor] = {
             ("param", name): found["parameter", name]
-            for name in self.parameter_names
+            for name in self.snapshot.parameter_versions
             if ("parameter", name) in found
         }
         return {**of_inputs, **of_outputs, **of_parameters}
@@ -278,7 +277,6 @@ class _Recorder:
         try:
             snapshot = Snapshot.take(module, args, kwargs, cast_dtype=self._cast_dtype)
             return SideCall(
-                tuple(snapshot.parameter_versions),
                 snapshot,
                 RegionGradients(module, args, kwargs, copies=True),
                 is_recompute=_torch.inside_autograd(),
