@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
-from modulecheck.outer_state import MAX_VALUES, OuterState, parts
+from modulecheck.outer_state import MAX_VALUES, OuterState, outer_tensors, parts
 
 __all__ = ["Attributes", "attribute_tensors"]
 
@@ -68,7 +68,7 @@ class Attributes:
             twin = memo[id(item)] = buffers.get(name, item)
             owned[id(twin)] = twin, name
         values = {path: _own(item) for path, item in module.named_modules()}
-        held = {} if outer is None else _outer_tensors(module, outer)
+        held = {} if outer is None else _not_owned(module, outer.tensors())
         return cls(_twins(values, memo, copies), owned, held)
 
     def put(self, module: nn.Module, state: Mapping[str, Tensor], copies: CopyAll) -> None:
@@ -120,16 +120,15 @@ def attribute_tensors(
         },
         owned,
     )
-    return {**_outer_tensors(module, OuterState.of(module.modules())), **held}
+    return {**_not_owned(module, outer_tensors(module.modules())), **held}
 
 
-def _outer_tensors(module: nn.Module, outer: OuterState) -> dict[str, Tensor]:
+def _not_owned(module: nn.Module, outer: dict[str, Tensor]) -> dict[str, Tensor]:
     """A module may hold by attribute what its code reaches as a global too."""
-    named = outer.tensors()
-    if not named:
+    if not outer:
         return {}
     owned = {id(item) for item in (*module.parameters(), *module.buffers())}
-    return {name: tensor for name, tensor in named.items() if id(tensor) not in owned}
+    return {name: tensor for name, tensor in outer.items() if id(tensor) not in owned}
 
 
 def _named(values: Mapping[str, Mapping[str, Any]], owned: Any) -> dict[str, Tensor]:

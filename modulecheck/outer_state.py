@@ -29,11 +29,12 @@ from modulecheck.outer_places import MISSING, NOT_LOOKED_INTO, PLAIN, Place, pla
 from opcheck.exits import uncut
 from opcheck.golden import Contents, attributes_of, slots_of
 
-__all__ = ["MAX_VALUES", "OuterState", "parts"]
+__all__ = ["MAX_VALUES", "OuterState", "outer_tensors", "parts"]
 
 CopyAll = Callable[[list[Tensor]], list[Tensor]]
 _Buffers: TypeAlias = tuple[str, "dict[str, Tensor | None]"]
 """Of one module, with a name for it."""
+_Values: TypeAlias = "tuple[tuple[Place, str, Any], ...]"
 
 MAX_VALUES = 1000
 """An object from which more values are reached is a vocabulary, or the program around the module,
@@ -47,7 +48,7 @@ class OuterState:
     """Values as they were, and how to put them back."""
 
     places: tuple[Place, ...] = ()
-    values: tuple[tuple[Place, str, Any], ...] = ()
+    values: _Values = ()
     contents: tuple[Contents, ...] = ()
     streams: tuple[Callable[[], None], ...] = field(default=())
     """Each puts a generator of random numbers back."""
@@ -57,21 +58,19 @@ class OuterState:
     """Of modules that are called without being submodules: globals, members of a list."""
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], copies: CopyAll | None = None) -> OuterState:
+    def of(cls, modules: Iterable[nn.Module], copies: CopyAll) -> OuterState:
         """As it is now, of the code of these modules.
 
         Args:
             modules: whose classes are looked at.
-            copies: copies tensors, which may be written to in place; None: nothing is copied.
+            copies: copies tensors, which may be written to in place.
         """
-        modules = list(modules)
-        places = places_of(modules)
-        found = cls._at(places, tuple(_hidden_buffers(modules, places)))
-        return found if copies is None else replace(found, data=_copied(found._data(), copies))
+        found = cls._at(*_looked_at(modules))
+        return replace(found, data=_copied(found._data(), copies))
 
     @classmethod
     def _at(cls, places: tuple[Place, ...], buffers: tuple[_Buffers, ...]) -> OuterState:
-        values = tuple((place, name, place.read(name)) for place in places for name in place.names)
+        values = _read(places)
         held = [value for _, _, value in values]
         holding = (*held, *(own for _, own in buffers))
         streams = (_stream(value) for value in held)
@@ -89,21 +88,11 @@ class OuterState:
         held += [item for contents in self.contents for item in contents.members()]
         return list({id(item): item for item in held if _is_data(item)}.values())
 
-    @property
-    def num_places(self) -> int:
-        """How many names are kept."""
-        return len(self.values)
-
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by a name that says where they are; copies where there are any."""
+        """Copies of tensors, where there are any, by a name that says where those are."""
         return {
-            found: self.data[id(tensor)][1] if id(tensor) in self.data else tensor
-            for path, value in (
-                *((f"{place.label}{name}", value) for place, name, value in self.values),
-                *self.buffers,
-            )
-            if isinstance(value, Tensor) or _is_small_state(value)
-            for found, tensor in _named(value, path)
+            name: self.data[id(tensor)][1] if id(tensor) in self.data else tensor
+            for name, tensor in _tensors_among(self.values, self.buffers)
         }
 
     def written(self) -> tuple[list[Tensor], list[tuple[Any, Any]]]:
@@ -157,6 +146,29 @@ class OuterState:
                 place.write(name, twins[id(value)])
         for contents in self.contents:
             contents.exchange(twins)
+
+
+def outer_tensors(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The tensors themselves, as they are now, named as in `OuterState.tensors`."""
+    places, buffers = _looked_at(modules)
+    return dict(_tensors_among(_read(places), buffers))
+
+
+def _looked_at(modules: Iterable[nn.Module]) -> tuple[tuple[Place, ...], tuple[_Buffers, ...]]:
+    modules = list(modules)
+    places = places_of(modules)
+    return places, tuple(_hidden_buffers(modules, places))
+
+
+def _read(places: Iterable[Place]) -> _Values:
+    return tuple((place, name, place.read(name)) for place in places for name in place.names)
+
+
+def _tensors_among(values: _Values, buffers: Iterable[_Buffers]) -> Iterator[tuple[str, Tensor]]:
+    named = ((f"{place.label}{name}", value) for place, name, value in values)
+    for path, value in (*named, *buffers):
+        if isinstance(value, Tensor) or _is_small_state(value):
+            yield from _named(value, path)
 
 
 def _hidden_buffers(modules: list[nn.Module], places: tuple[Place, ...]) -> Iterator[_Buffers]:

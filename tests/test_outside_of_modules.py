@@ -331,7 +331,9 @@ def test_a_module_that_gives_something_else_each_time_gets_no_verdict(error: flo
 def test_bindings_and_contents_are_put_back_in_place() -> None:
     start(InGlobal)
     seen, stats = SETTINGS.seen, STATS
-    state = OuterState.of([InGlobal(), InHelper(), InObject(), InClass(), InStore()])
+    state = OuterState.of(
+        [InGlobal(), InHelper(), InObject(), InClass(), InStore()], copied_together
+    )
     before = outside()
     for kind in (InGlobal, InHelper, InObject, InClass, InStore):
         kind()(torch.ones(2, 16))
@@ -353,14 +355,14 @@ def test_a_forward_that_is_put_in_later_is_looked_at() -> None:
 
     start(InGlobal)
     own, patched = Patched(), Patched()
-    OuterState.of([own, patched])
+    OuterState.of([own, patched], copied_together)
     own.forward = types.MethodType(noting, own)  # type: ignore[method-assign]
-    state = OuterState.of([own])
+    state = OuterState.of([own], copied_together)
     own(torch.ones(1))
     state.put_back()
     assert not STATS
     Patched.forward = noting  # type: ignore[assignment,method-assign]
-    state = OuterState.of([patched])
+    state = OuterState.of([patched], copied_together)
     patched(torch.ones(1))
     state.put_back()
     assert not STATS
@@ -396,7 +398,7 @@ def test_classes_and_closures_that_were_looked_at_are_let_go() -> None:
         return Local, held[0]
 
     kind, tensor = made()
-    assert OuterState.of([kind()], lambda tensors: tensors).num_places > 1
+    assert len(OuterState.of([kind()], lambda tensors: tensors).values) > 1
     gone = weakref.ref(kind), weakref.ref(tensor)
     del kind, tensor
     gc.collect()
@@ -412,11 +414,11 @@ def test_a_vocabulary_is_left_alone_and_torch_is_not_looked_into() -> None:
             words["new"] = next(count)
             return torch.relu(x)
 
-    state = OuterState.of([Looks(), nn.TransformerEncoderLayer(8, 2)])
+    state = OuterState.of([Looks(), nn.TransformerEncoderLayer(8, 2)], copied_together)
     Looks()(torch.ones(1))
     state.put_back()
     assert words["new"] == 0
-    assert state.num_places < 20
+    assert len(state.values) < 20
 
 
 # ---- what is not run ----------------------------------------------------------------------------
