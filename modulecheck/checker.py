@@ -25,8 +25,9 @@ from modulecheck.remarks import Settings
 from modulecheck.results import CompareResult
 from modulecheck.selection import Selection
 from modulecheck.sidechannel import TIMEOUT_S
-from modulecheck.sides import as_float, refuse_without_values
+from modulecheck.sides import as_float
 from modulecheck.single_pass import SinglePass
+from modulecheck.twins import refuse_without_values
 from modulecheck.two_pass import TwoPass
 from opcheck import tolerances as tol
 from opcheck.errors import ArgumentError

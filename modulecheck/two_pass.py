@@ -36,7 +36,8 @@ from modulecheck.remarks import (
 from modulecheck.replay import replay
 from modulecheck.results import ModuleDiff, TensorDiff, merged
 from modulecheck.selection import Plan
-from modulecheck.sides import RunStep, Side, copied, run_side, same_inputs, twins_of
+from modulecheck.sides import RunStep, Side, run_side, same_inputs
+from modulecheck.twins import copied, twins_of
 from modulecheck.watching import num_ops
 from opcheck import tolerances as tol
 from opcheck.records import Verdict

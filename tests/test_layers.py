@@ -195,6 +195,7 @@ LAYERS = {
             "tensor_groups",
             "tensor_limits",
             "tensor_origins",
+            "twins",
             "widening",
         },
         {"graph_repro", "module_rule", "replicas", "snapshot"},
