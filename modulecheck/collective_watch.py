@@ -99,10 +99,7 @@ class Watch(PassingMode):
         self._pid = os.getpid()
         self._user_files: dict[str, bool] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if os.getpid() != self._pid:
             return func(*args, **kwargs)
         if types and unwraps_itself(types):

@@ -14,6 +14,7 @@ from modulecheck.compared import Compared
 from modulecheck.graph_capture import Captured
 from modulecheck.graph_values import Values, compute, draws_random_numbers, judge
 from modulecheck.kernels import as_drawn
+from opcheck.modes import Mode
 from opcheck.records import Verdict
 
 __all__ = ["WrongDecomposition", "wrong_decompositions"]
@@ -92,7 +93,7 @@ def _first_fail(node: fx.Node, result: Any, values: Values) -> Compared | None:
     return None
 
 
-class _Decomposing(_torch.TorchDispatchMode):
+class _Decomposing(Mode):
     """Decomposes what a decomposition calls, too, and notes the innermost entry that is wrong."""
 
     def __init__(self, table: Table) -> None:
@@ -101,10 +102,7 @@ class _Decomposing(_torch.TorchDispatchMode):
         self._inside: list[Any] = []
         self.wrong = ""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         direct = func(*args, **kwargs)
         entry = self._table.get(func)
         if entry is None or func in self._inside or _torch.is_mutable(func):

@@ -180,15 +180,13 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_f
 class _NoCollectives(PassingMode):
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "namespace", "") in _COLLECTIVES:
             raise CollectiveError(
                 f"collective: {func} inside of the module would be run once more, and other ranks"
                 " may not do the same; wrap the modules beside it"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def no_collectives() -> contextlib.AbstractContextManager[Any]:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modulecheck import _torch
 from modulecheck.corners import Corner, corners_of, hides_corners
 from opcheck import tolerances as tol
+from opcheck.modes import Mode
 
 __all__ = ["CornerScan", "Flip", "FlipMode"]
 
@@ -45,7 +45,7 @@ class Flip:
     """Distance in reaches, 0 to 1."""
 
 
-class CornerScan(_torch.TorchDispatchMode):
+class CornerScan(Mode):
     """Notes the distances to the corners; with those of eager beside it, which ones are near."""
 
     def __init__(self, eager: CornerScan | None = None) -> None:
@@ -61,10 +61,7 @@ class CornerScan(_torch.TorchDispatchMode):
         """Both runs met the same corners."""
         return self._eager is not None and self._count == len(self._eager._gaps)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.hidden = self.hidden or hides_corners(func)
         with torch.no_grad():
             for corner in corners_of(func, args, kwargs):
@@ -110,7 +107,7 @@ def _flips_of(number: int, corner: Corner, at: int, gap: float, reach: float) ->
         yield Flip(number, at, side, other, corner.index(at), beyond, abs(gap) / reach)
 
 
-class FlipMode(_torch.TorchDispatchMode):
+class FlipMode(Mode):
     """Decides the branch of elements near a corner, in the memory of the op's input.
 
     Autograd keeps that input, so that the gradient takes the same branch. The run must own its
@@ -133,10 +130,7 @@ class FlipMode(_torch.TorchDispatchMode):
             self._waiting.setdefault(flip.corner, []).append((flip, side))
         self._count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._waiting:
             with torch.no_grad():
                 for corner in corners_of(func, args, kwargs):

@@ -21,6 +21,7 @@ from modulecheck.judging import Compared, Documented, References, Rule, compare
 from modulecheck.judging import quick as quick_look
 from opcheck import tolerances as tol
 from opcheck.golden_rules import wider
+from opcheck.modes import Mode
 from opcheck.records import Verdict
 from opcheck.verdicts import spacing_of
 
@@ -63,16 +64,14 @@ def aten_ops(graph: fx.GraphModule, inputs: Iterable[Any], name: str) -> list[An
     return runner.ops.found
 
 
-class _Ops(_torch.TorchDispatchMode):
+class _Ops(Mode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Any] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.found.append(func)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Listing(fx.Interpreter):

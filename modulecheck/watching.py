@@ -7,23 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modulecheck import _torch
 from modulecheck.replay import replay
 from modulecheck.snapshot import Snapshot
+from opcheck.modes import Mode
 
 __all__ = ["num_ops", "undefined_casts"]
 
 
-class _Counter(_torch.TorchDispatchMode):
+class _Counter(Mode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.ops += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def num_ops(module: nn.Module, snapshot: Snapshot) -> int:
@@ -33,17 +31,15 @@ def num_ops(module: nn.Module, snapshot: Snapshot) -> int:
     return counter.ops
 
 
-class _CastWatch(_torch.TorchDispatchMode):
+class _CastWatch(Mode):
     """Notices casts of floats that no integer of the target dtype can hold."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.undefined = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[:1] and args[0]
         if isinstance(out, Tensor) and isinstance(source, Tensor) and source.is_floating_point():
             self._look(source, out.dtype)

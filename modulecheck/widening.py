@@ -14,6 +14,7 @@ from torch import Tensor
 from modulecheck import _torch
 from opcheck import tolerances as tol
 from opcheck.golden_rules import wider
+from opcheck.modes import Mode
 
 __all__ = ["OpByOp", "eps_of"]
 
@@ -28,17 +29,15 @@ def eps_of(dtype: torch.dtype) -> float:
     return tol.EPS.get(str(real).removeprefix("torch."), tol.EPS["float16"])
 
 
-class NarrowWatch(_torch.TorchDispatchMode):
+class NarrowWatch(Mode):
     """Notices ops that give less than float64 in a float64 run: the code names their dtype."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype: torch.dtype | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if self.dtype is None:
             for item in out if isinstance(out, (list, tuple)) else (out,):
                 if isinstance(item, Tensor) and eps_of(item.dtype) > tol.EPS["float64"]:
@@ -46,7 +45,7 @@ class NarrowWatch(_torch.TorchDispatchMode):
         return out
 
 
-class OpByOp(_torch.TorchDispatchMode):
+class OpByOp(Mode):
     """Widens the inputs of every op; for the forward and the backward of one run."""
 
     def __init__(self, own_eps: float) -> None:
@@ -58,10 +57,8 @@ class OpByOp(_torch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._own_eps = own_eps
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
         if isinstance(func, _torch.HigherOrderOperator) or func.is_view:
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:

@@ -18,6 +18,7 @@ from opcheck.calls import traits_of
 from opcheck.exits import uncut
 from opcheck.global_hooks import modules_undisturbed
 from opcheck.golden_rules import wider
+from opcheck.modes import Mode
 from opcheck.outside import outside_everything
 from opcheck.records import SkipReason
 from opcheck.tensor_kinds import is_plain_tensor, tensors_within
@@ -53,7 +54,7 @@ class CannotRunAgainError(Exception):
     """A second run would be noticed; the message says by what. Nothing was changed."""
 
 
-class _Trace(_torch.TorchDispatchMode):
+class _Trace(Mode):
     """Notes every op, and stops a run that reaches out of itself before it does so."""
 
     def __init__(self, own: list[Tensor]) -> None:
@@ -67,10 +68,7 @@ class _Trace(_torch.TorchDispatchMode):
         """
         self._add(own)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.refused = self.refused or self._objection(func, args, kwargs)
         if self.refused:
             raise CannotRunAgainError(self.refused)

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from opcheck import _torch
-from opcheck.lazy_bits import call_with_lazy_bits
 from opcheck.modes import PassingMode, active_modes, is_innermost, take_off
 from opcheck.switch import SWITCH, Observer
 from opcheck.tensor_kinds import unwraps_itself
@@ -76,16 +75,15 @@ class CheckMode(PassingMode):
             self.__enter__()
         return not self._has_left
 
-    def __torch_dispatch__(
+    def _handle(
         self,
         func: Any,
         types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        kwargs = kwargs or {}
         if os.getpid() != self._pid:  # a forked worker: its steps are not ours
-            return call_with_lazy_bits(func, args, kwargs)
+            return func(*args, **kwargs)
         observer = self._observer
         call = observer.before(func, types, args, kwargs)
         if types and unwraps_itself(types):
@@ -93,9 +91,9 @@ class CheckMode(PassingMode):
         try:
             if SWITCH.has_kernels:
                 with SWITCH.announced(func, call):
-                    out = call_with_lazy_bits(func, args, kwargs)
+                    out = func(*args, **kwargs)
             else:
-                out = call_with_lazy_bits(func, args, kwargs)
+                out = func(*args, **kwargs)
         except BaseException:
             observer.raised(call)
             raise

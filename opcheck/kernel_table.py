@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opcheck import _torch
+from opcheck.modes import Mode
 
 __all__ = [
     "KernelTable",
@@ -156,7 +157,7 @@ def call_kernel(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return kernel.call_boxed(_CPU, *args, **kwargs)
 
 
-class Originals(_torch.TorchDispatchMode):
+class Originals(Mode):
     """Sends every op to the kernel that torch ships for it.
 
     Torch's own kernels call other ops through the dispatcher (`_foreach_mul` calls `mul`), and so
@@ -165,10 +166,7 @@ class Originals(_torch.TorchDispatchMode):
 
     _running: Any = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kernel = None
         # `detach` calls itself with other keys; no view computes anything
         if isinstance(func, _torch.OpOverload) and not func.is_view:

@@ -11,7 +11,7 @@ from typing import Any
 
 from opcheck import _torch
 
-__all__ = ["call_with_lazy_bits", "lazy_bits"]
+__all__ = ["lazy_bits"]
 
 
 class lazy_bits:  # noqa: N801 - used as a context manager, spelled like one
@@ -31,9 +31,3 @@ class lazy_bits:  # noqa: N801 - used as a context manager, spelled like one
     def __exit__(self, *exc: object) -> None:
         for key in self._excluded:
             _torch.set_key_excluded(key, True)  # noqa: FBT003 - as above
-
-
-def call_with_lazy_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an op from the handler of a mode."""
-    with lazy_bits():
-        return func(*args, **kwargs)

@@ -7,23 +7,33 @@ from collections.abc import Iterator
 from typing import Any
 
 from opcheck import _torch
-from opcheck.lazy_bits import call_with_lazy_bits
+from opcheck.lazy_bits import lazy_bits
 
-__all__ = ["PassingMode", "active_modes", "is_innermost", "take_off", "without_modes"]
+__all__ = ["Mode", "PassingMode", "active_modes", "is_innermost", "take_off", "without_modes"]
 
 
-class PassingMode(_torch.TorchDispatchMode):
-    """Passes every call on; compiled code stays compiled, which a mode by default turns off."""
+class Mode(_torch.TorchDispatchMode):
+    """Passes every call on, or what `_handle` makes of it; conjugate bits are as without a mode."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with lazy_bits():
+            return self._handle(func, types, args, kwargs or {})
+
+    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `__torch_dispatch__` returns."""
+        del types
+        return func(*args, **kwargs)
+
+
+class PassingMode(Mode):
+    """One under which compiled code stays compiled, which a mode by default turns off."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What torch asks of a mode before it compiles."""
         return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return call_with_lazy_bits(func, args, kwargs or {})
 
 
 def active_modes() -> list[Any]:

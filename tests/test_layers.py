@@ -41,6 +41,7 @@ LAYERS = {
             "groups",
         },
         {"lazy_bits"},
+        {"modes"},
         {
             "allowances",
             "calls",
@@ -50,7 +51,6 @@ LAYERS = {
             "kernel_table",
             "key_blocks",
             "logfile",
-            "modes",
             "overhead",
             "peaks",
             "recurrent",

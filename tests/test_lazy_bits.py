@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251 - a mode of the user's
 
+import modulecheck
 import opcheck
+from modulecheck import PrecisionChecker
+from modulecheck.report import report_lines
+from opcheck.modes import Mode
 from opcheck.records import Verdict
+from tests.compiled import DYNAMO_WARNS
 from tests.faults import planted, spoiled
 from tests.step_equality import same_bits
+
+pytestmark = DYNAMO_WARNS
 
 LAZY = ("Conjugate", "Negative")
 is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: TID251 - from outside
@@ -54,6 +63,50 @@ def test_a_wrong_pseudo_inverse_is_found(tmp_path: Path) -> None:
     ):
         torch.linalg.pinv(matrix())
     assert session.verdict is Verdict.FAIL
+
+
+def test_reference_has_them_where_kernels_are_overridden(tmp_path: Path) -> None:
+    with (
+        planted("aten.exp.default", spoiled(lambda y: y)),  # it runs through a mode of its own then
+        opcheck.check(log_dir=tmp_path, quiet=True) as session,
+    ):
+        torch.linalg.pinv(matrix())
+    assert session.verdict is Verdict.PASS, session.report()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_module_that_runs_again_has_them(backend: str) -> None:
+    class Inverse(nn.Module):
+        def forward(self, a: Tensor) -> Tensor:
+            return torch.linalg.pinv(a)
+
+    module, given = Inverse(), matrix()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=backend)(given)
+    # torch 2.13 compiles it wrongly where it traces: conjugate bits are lost there as well
+    is_right = torch.allclose(compiled, torch.linalg.pinv(given), rtol=1e-3)
+    torch._dynamo.reset()
+    checker = PrecisionChecker(backend=backend, single_pass=True)
+    checker.wrap(module)
+    result = checker.compare(lambda model: model(given).abs().sum(), module)
+    lines = list(report_lines(result))
+    assert result.verdict is (Verdict.PASS if is_right else Verdict.FAIL), lines
+    assert not any("eager is the wrong side" in line for line in lines)
+
+
+def test_every_mode_of_ours_has_them() -> None:
+    found = [
+        item
+        for package in (opcheck, modulecheck)
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        if not info.name.endswith("__main__")
+        for item in vars(importlib.import_module(info.name)).values()
+        if isinstance(item, type)
+        and issubclass(item, TorchDispatchMode)
+        and item.__module__ == info.name
+    ]
+    assert len(found) > 10
+    assert [item for item in found if not issubclass(item, Mode)] == []
 
 
 class Asks(TorchDispatchMode):
