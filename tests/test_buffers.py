@@ -215,12 +215,12 @@ def test_step_and_buffers_are_those_of_the_unchecked_step(kind: Any) -> None:
     steps(plain)
     assert [*model._buffers] == [*plain._buffers]
     assert model._non_persistent_buffers_set == plain._non_persistent_buffers_set
-    for (name, mine), theirs in zip(
-        model.named_buffers(remove_duplicate=False), plain.buffers(), strict=False
-    ):
-        assert torch.equal(mine, theirs), name
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    mine, theirs = (dict(net.named_buffers(remove_duplicate=False)) for net in (model, plain))
+    assert [*mine] == [*theirs]
+    for name, buffer in mine.items():
+        assert torch.equal(buffer, theirs[name]), name
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
 
 
 # ---- one side alone -----------------------------------------------------------------------------
