@@ -15,15 +15,19 @@ import pytest
 from modulecheck.compared import Compared, Kinks, References, Rule, documented
 from modulecheck.judging import compare
 from opcheck import Verdict
-
-EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
-HALF = ("bfloat16", "float16")
-WITHIN, BEYOND = 0.95, 1.05
-"""Of a limit."""
-CALIBRATED = Rule(criterion="calibrated", atol=1e-4, rtol=1e-3)
-each_side = pytest.mark.parametrize(
-    ("share", "passes"), [(WITHIN, True), (BEYOND, False)], ids=["within", "beyond"]
+from tests.limit_values import (
+    BEYOND,
+    EPS,
+    WITHIN,
+    constant,
+    each_side,
+    in_turn,
+    rms,
+    with_one,
 )
+
+HALF = ("bfloat16", "float16")
+CALIBRATED = Rule(criterion="calibrated", atol=1e-4, rtol=1e-3)
 each_dtype = pytest.mark.parametrize("dtype", EPS)
 
 
@@ -44,33 +48,13 @@ def verdict(*args: Any, **options: Any) -> Verdict:
     return judge(*args, **options).verdict
 
 
-def constant(size: int) -> np.ndarray:
-    """One value: no mean shift is asked for."""
-    return np.full(size, 1.5)
-
-
 def distinct(size: int) -> np.ndarray:
     return 1.0 + np.arange(size) / (2 * size)
-
-
-def rms(values: np.ndarray) -> float:
-    return math.sqrt(float(np.mean(np.square(values))))
 
 
 def allowance(golden: np.ndarray, dtype: str) -> float:
     """A spacing, and the rounding of what is added up in float32 (float64)."""
     return EPS[dtype] + max(EPS["float64"], EPS["float32"] * (dtype != "float64")) * rms(golden)
-
-
-def with_one(values: np.ndarray, change: float) -> np.ndarray:
-    changed = values.copy()
-    changed[3] += change
-    return changed
-
-
-def in_turn(size: int) -> np.ndarray:
-    """1, -1, 1, -1: without a mean."""
-    return np.where(np.arange(size) % 2, -1.0, 1.0)
 
 
 # ---- at a glance --------------------------------------------------------------------------------

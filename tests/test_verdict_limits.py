@@ -19,23 +19,18 @@ from opcheck.verdicts import (
     judge_exact,
     judge_golden,
 )
-
-EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
-WITHIN, BEYOND = 0.95, 1.05
-"""Of a limit."""
-each_side = pytest.mark.parametrize(
-    ("share", "passes"), [(WITHIN, True), (BEYOND, False)], ids=["within", "beyond"]
+from tests.limit_values import (
+    BEYOND,
+    EPS,
+    WITHIN,
+    constant,
+    each_side,
+    in_turn,
+    rms,
+    with_one,
 )
+
 each_half = pytest.mark.parametrize("half", ["bfloat16", "float16"])
-
-
-def rms(values: np.ndarray) -> float:
-    return math.sqrt(float(np.mean(np.square(values))))
-
-
-def constant(size: int) -> np.ndarray:
-    """One value: no mean shift is asked for."""
-    return np.full(size, 1.5)
 
 
 def distinct() -> np.ndarray:
@@ -46,17 +41,6 @@ def distinct() -> np.ndarray:
 def allowance(golden: np.ndarray, dtype: str) -> float:
     """A spacing, and the rounding of what is added up in float32."""
     return EPS[dtype] + EPS["float32"] * rms(golden)
-
-
-def with_one(values: np.ndarray, change: float) -> np.ndarray:
-    changed = values.copy()
-    changed[3] += change
-    return changed
-
-
-def in_turn(size: int) -> np.ndarray:
-    """1, -1, 1, -1: without a mean."""
-    return np.where(np.arange(size) % 2, -1.0, 1.0)
 
 
 def alone(
