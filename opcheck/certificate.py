@@ -122,16 +122,10 @@ class Surroundings:
 
 
 def _modules_of(model: nn.Module) -> list[tuple[str, bool, tuple[int, ...]]]:
-    found, known = [], {id(model)}
-    pending = [("", model)]
-    while pending:
-        name, module = pending.pop()
-        found.append((name, module.training, _torch.hook_counts_of(module)))
-        for child, inner in _torch.own_children(module).items():
-            if inner is not None and id(inner) not in known:
-                known.add(id(inner))
-                pending.append((f"{name}.{child}" if name else child, inner))
-    return found
+    return [
+        (name, module.training, _torch.hook_counts_of(module))
+        for name, module in model.named_modules()
+    ]
 
 
 def _grouped(names: Iterable[str]) -> Iterator[str]:
