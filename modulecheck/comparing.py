@@ -15,7 +15,8 @@ from modulecheck.buffers import all_buffers
 from modulecheck.compared import Compared, Rule, documented
 from modulecheck.distributed import is_gathered
 from modulecheck.goldens import Goldens, Key, array_of, results_of
-from modulecheck.pairing import Item, Pairs
+from modulecheck.items import Item
+from modulecheck.pairing import Pairs
 from modulecheck.recording import Recorder
 from modulecheck.region_gradients import RegionGradients
 from modulecheck.replay import Replayed, Snapshot, arguments, replay

@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 from modulecheck.compared import Compared, Rule
 from modulecheck.goldens import Key
-from modulecheck.pairing import GRADIENTS, Item, Pairs, with_note
+from modulecheck.items import GRADIENTS, Item, with_note
+from modulecheck.pairing import Pairs
 from modulecheck.remarks import NOTHING_TO_COMPILE
 from modulecheck.results import ModuleDiff
 from modulecheck.sides import Side, SideCall, same_random

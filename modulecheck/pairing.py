@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,23 +13,18 @@ import torch
 from torch import Tensor
 
 from modulecheck import trees
-from modulecheck.compared import Compared, Documented, References, Rule, flat, quick
+from modulecheck.compared import Compared, References, Rule, flat, quick
 from modulecheck.goldens import Key, array_of
+from modulecheck.items import FORWARD, GRADIENTS, UNKNOWN, Item, with_note
 from modulecheck.judging import compare
 from modulecheck.results import TensorDiff
 from opcheck import tolerances as tol
 from opcheck.records import Verdict
 from opcheck.verdicts import rms
 
-__all__ = ["UNKNOWN", "Item", "Judge", "Pairs"]
+__all__ = ["Judge", "Pairs", "forward_error"]
 
 Array = npt.NDArray[Any]
-
-FORWARD = ("fwd_input", "fwd_output", "mutated")
-GRADIENTS = ("grad_input", "grad_output", "param_grads")
-"""Kinds of items, by where they arise."""
-UNKNOWN = Documented(float("nan"), float("nan"), float("nan"), allclose=False)
-"""The documented numbers where two sides cannot be subtracted."""
 
 NOT_REPEATABLE = (
     "eager gives something else each time it runs on the same: state outside of the module (an"
@@ -60,45 +55,6 @@ class Judge(Protocol):
 
     def references(self, key: Key, *, kinks: bool, noise_floor: float) -> References:
         """What the rule may ask for, of one tensor."""
-
-
-@dataclass(slots=True)
-class Item:
-    """One tensor on both sides; arrays are held only until it is judged."""
-
-    kind: str
-    """A field of ModuleDiff."""
-    key: Key
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    actual: Array | None = None
-    eager: Array | None = None
-    result: Compared | None = None
-
-    @property
-    def failed(self) -> bool:
-        """It was judged, and is wrong."""
-        return self.result is not None and self.result.verdict == Verdict.FAIL
-
-    @property
-    def may_be_a_kink(self) -> bool:
-        """A gradient out by its numbers, or with eager far from float64; both sides are there."""
-        judged = self.result
-        if judged is None or self.kind not in GRADIENTS:
-            return False
-        is_open = judged.verdict != Verdict.PASS or judged.strained
-        return is_open and self.actual is not None and self.eager is not None
-
-    def diff(self) -> TensorDiff:
-        """For the report."""
-        result = self.result or Compared(verdict=Verdict.INCONCLUSIVE, reason="was not judged")
-        numbers = result.documented
-        return TensorDiff(
-            numbers.max_abs, numbers.mean_abs, numbers.max_rel, numbers.allclose, self.shape,
-            verdict=result.verdict, metrics=result.metrics, name=self.name,
-            reason=result.reason, notes=result.notes,
-        )  # fmt: skip
 
 
 class Pairs:
@@ -326,40 +282,28 @@ class Pairs:
             self._look_for_kinks(chosen, judge)
 
     @property
-    def in_doubt(self) -> bool:
-        """Something is wrong, or right only because eager is far off."""
-        return any(self._in_doubt())
-
-    def _in_doubt(self) -> Iterator[Item]:
-        for item in self.items:
-            judged = item.result
-            if (
-                item.eager is not None
-                and judged is not None
-                and judged.verdict != (Verdict.INCONCLUSIVE)
-                and (judged.strained or judged.verdict == Verdict.FAIL)
-            ):
-                yield item
+    def in_doubt(self) -> list[Item]:
+        """Wrong, or right only because eager is far off."""
+        return [item for item in self.items if item.in_doubt]
 
     def doubt(self, again: Mapping[Key, Tensor]) -> None:
         """Where eager gives something else on the same inputs, nothing can be held against it."""
-        pairs = [(item, again.get(item.key)) for item in self.items if item.kind in FORWARD]
-        differs = any(
-            item.eager is not None and now is not None and not self._same(item, array_of(now))
-            for item, now in pairs
-        )
-        if not differs:
+        forward = [item for item in self.items if item.kind in FORWARD]
+        if all(self._repeats(item, again.get(item.key)) for item in forward):
             return
-        for item in list(self._in_doubt()):
+        for item in self.in_doubt:
             item.result = Compared(
                 verdict=Verdict.INCONCLUSIVE, reason=NOT_REPEATABLE,
                 documented=item.result.documented if item.result else UNKNOWN,
             )  # fmt: skip
 
-    def _same(self, item: Item, again: Array) -> bool:
-        if item.eager is None or item.eager.shape != again.shape:
+    def _repeats(self, item: Item, again: Tensor | None) -> bool:
+        if item.eager is None or again is None:
+            return True
+        values = array_of(again)
+        if values.shape != item.eager.shape:
             return False
-        return quick(again, item.eager, item.dtype, self.rule).settled
+        return quick(values, item.eager, item.dtype, self.rule).settled
 
     def _look_for_kinks(self, items: list[Item], judge: Judge) -> None:
         """A gradient may jump where the forward does not: judge those that are out once more."""
@@ -423,14 +367,6 @@ def forward_error(items: Iterable[Item]) -> float:
             shares += [rms(both[0] - both[1]) / size] if size else []
             shares.append(tol.EPS.get(item.dtype, eps) / 4)
     return float(np.nanmax(shares))
-
-
-def with_note(result: Compared, *notes: str) -> Compared:
-    """The same result, with more to tell."""
-    return Compared(
-        verdict=result.verdict, reason=result.reason, notes=(*result.notes, *notes),
-        documented=result.documented, metrics=result.metrics, strained=result.strained,
-    )  # fmt: skip
 
 
 def real_dtype(dtype: torch.dtype) -> str:

@@ -22,9 +22,10 @@ from modulecheck.backends import random_as_eager
 from modulecheck.chain import LOSS, ChainGoldens, ChainJudge, Change
 from modulecheck.comparing import ModuleCall
 from modulecheck.graphs import GraphDump
+from modulecheck.items import FORWARD, GRADIENTS
 from modulecheck.keeping import Keeper
 from modulecheck.paired import PairedCall, paired_calls
-from modulecheck.pairing import FORWARD, GRADIENTS, Pairs, forward_error
+from modulecheck.pairing import Pairs, forward_error
 from modulecheck.recording import RecordedCall, Recorder
 from modulecheck.remarks import (
     NOT_CALLED,

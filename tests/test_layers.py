@@ -215,6 +215,7 @@ LAYERS = {
         {"bisecting", "kernel_ops", "kernels", "recorded_files", "rerun"},
         {"binding", "call_graphs", "decompositions", "eager_ops", "ladder", "tensor_calls"},
         {"findings", "results", "tensor_repro_text"},
+        {"items"},
         {"advice", "in_eager", "in_graphs", "pairing", "sides", "tensor_registry", "tensor_repro"},
         {"chain", "comparing", "locating", "paired"},
         {"tensors"},
