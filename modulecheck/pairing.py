@@ -82,10 +82,12 @@ class Pairs:
         self.items.append(item)
         return item
 
-    def differs(self, kind: str, key: Key, name: str, reason: str) -> None:
-        """A FAIL of structure: the two sides do not even have the same tensors."""
+    def differs(
+        self, kind: str, key: Key, name: str, reason: str, *, verdict: Verdict = Verdict.FAIL
+    ) -> None:
+        """A verdict on structure: the two sides do not even have the same tensors."""
         item = Item(kind, key, name, (), "")
-        item.result = Compared(verdict=Verdict.FAIL, reason=reason, documented=UNKNOWN)
+        item.result = Compared(verdict=verdict, reason=reason, documented=UNKNOWN)
         self.items.append(item)
 
     def look(
@@ -126,10 +128,11 @@ class Pairs:
     def outputs(self, output: Any, eager_output: Any) -> None:
         """Everything that the call returned."""
         if trees.holds_iterator(output) or trees.holds_iterator(eager_output):
-            item = Item("fwd_output", ("output", "iterator"), "iterator", (), "")
-            reason = "the output is or holds an iterator, which the step alone may read"
-            item.result = Compared(verdict=Verdict.INCONCLUSIVE, reason=reason, documented=UNKNOWN)
-            self.items.append(item)
+            self.differs(
+                "fwd_output", ("output", "iterator"), "iterator",
+                "the output is or holds an iterator, which the step alone may read",
+                verdict=Verdict.INCONCLUSIVE,
+            )  # fmt: skip
             return
         problem = trees.differing_structure(output, eager_output)
         if problem:
