@@ -38,15 +38,19 @@ def record(tmp_path: Any, op: str, step: Callable[[], Any], **options: Any) -> A
     return found
 
 
-def flush(x: Any) -> Any:
+def flush(x: Any, *, smallest: float = SMALLEST) -> Any:
     if not isinstance(x, Tensor):
         return x
-    return torch.where(x.abs() < SMALLEST, torch.zeros((), dtype=x.dtype), x)
+    return torch.where(x.abs() < smallest, torch.zeros((), dtype=x.dtype), x)
 
 
 def flushing(original: Any) -> Any:
     """As units of bfloat16 do."""
     return lambda *args: flush(original(*map(flush, args)))
+
+
+def flushing_left(*, smallest: float) -> Any:
+    return lambda original: lambda x, y: original(flush(x, smallest=smallest), y)
 
 
 def in_float32(original: Any) -> Any:
@@ -160,20 +164,12 @@ def test_fault_in_small_normal_numbers_is_found(tmp_path: Any, change: Any) -> N
 
 def test_flushing_of_larger_numbers_is_found(tmp_path: Any) -> None:
     a, b = normal(64, 128, scale=2.0**-100), normal(128, 64, seed=1)
-
-    def zeroing(original: Any) -> Any:
-        return lambda x, y: original(torch.where(x.abs() < 2.0**-101, torch.zeros_like(x), x), y)
-
-    with planted(MM, zeroing):
+    with planted(MM, flushing_left(smallest=2.0**-101)):
         assert record(tmp_path, MM, lambda: a @ b).verdict == Verdict.FAIL
 
 
 def test_float16_keeps_its_subnormals(tmp_path: Any) -> None:
     """They are ordinary numbers of the float32 in which a product is summed."""
     a, b = (normal(64, 128) * 2.0**-18).half(), normal(128, 64, seed=1).half()
-
-    def zeroing(original: Any) -> Any:
-        return lambda x, y: original(torch.where(x.abs() < 2.0**-14, torch.zeros_like(x), x), y)
-
-    with planted(MM, zeroing):
+    with planted(MM, flushing_left(smallest=2.0**-14)):
         assert record(tmp_path, MM, lambda: a @ b).verdict == Verdict.FAIL

@@ -215,14 +215,7 @@ def test_inplace_fault_in_an_optimizer_names_the_owner(tmp_path: Path) -> None:
 def test_a_small_tensor_is_judged_alike_beside_a_large_one_of_its_list(
     size: int, wrong: bool
 ) -> None:
-    def make_wrong(original: faults.CallOriginal) -> faults.WrongKernel:
-        def foreach_mul(tensors: Any, scalar: Any) -> Any:
-            out = original(tensors, scalar)
-            out[1][3] *= 1 + 2e-5 * wrong
-            return out
-
-        return foreach_mul
-
+    make_wrong = faults.spoiled(lambda small: small[3].mul_(1 + 2e-5 * wrong), result=1)
     both = [torch.linspace(1.0, 2.0, size), torch.linspace(1.0, 1.9, 16)]
     with (
         faults.planted("aten._foreach_mul.Scalar", make_wrong),
