@@ -251,14 +251,19 @@ _UNSEEN = {
 """The range alone is checked there, or all results are 0: zeros are within what is allowed."""
 
 
-@pytest.mark.parametrize("change", [last_quarter_zero, one_far_off, one_nan])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (name, change)
+        for name in CASES
+        for change in (last_quarter_zero, one_far_off, one_nan)
+        if change is not last_quarter_zero or name not in _UNSEEN
+    ],
+)
 def test_fault_is_found_within_an_allowance(
     tmp_path: Any, monkeypatch: Any, name: str, change: Any
 ) -> None:
     key, _, step = CASES[name]
-    if change is last_quarter_zero and name in _UNSEEN:
-        return
     judge = comparison.judge
 
     def wrong(call: Any, out: Any, *args: Any, **options: Any) -> Any:
