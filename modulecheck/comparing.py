@@ -10,8 +10,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from modulecheck.artifacts import Artifact
-from modulecheck.attributes import attribute_tensors
-from modulecheck.buffers import all_buffers
 from modulecheck.compared import Compared, Rule, documented
 from modulecheck.distributed import is_gathered
 from modulecheck.goldens import Goldens, Key, array_of, results_of
@@ -119,26 +117,24 @@ class ModuleCall:
         output: Any,
         replayed: Replayed,
         *,
-        buffers: Mapping[str, Tensor] | None = None,
-        attributes: Mapping[str, Tensor] | None = None,
+        buffers: Mapping[str, Tensor],
+        attributes: Mapping[str, Tensor],
     ) -> None:
         """Outputs, changed arguments, changed buffers.
 
         Args:
             output: of the compiled call.
             replayed: the eager one.
-            buffers: after the compiled call; None: as the module has them now.
-            attributes: tensors in plain attributes likewise.
+            buffers: after the compiled call.
+            attributes: tensors in plain attributes after it.
         """
         self._pairs.outputs(output, replayed.output)
         if self.snapshot is None or self.region is None:
             return
         before = arguments(self.snapshot.args, self.snapshot.kwargs)
         self._pairs.arguments(before, self.region.arguments, replayed.arguments)
-        now = all_buffers(self.module) if buffers is None else buffers
-        self._pairs.buffers(self.snapshot.buffers, now, replayed.buffers)
-        held = attribute_tensors(self.module) if attributes is None else attributes
-        self._pairs.attributes(self.snapshot.attributes.tensors(), held, replayed.attributes)
+        self._pairs.buffers(self.snapshot.buffers, buffers, replayed.buffers)
+        self._pairs.attributes(self.snapshot.attributes.tensors(), attributes, replayed.attributes)
 
     # ---- backward ----
 

@@ -6,14 +6,13 @@ the same tensor add.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from modulecheck import _torch, trees
-from modulecheck.attributes import attribute_tensors
 from modulecheck.replay import arguments, replaying
 
 __all__ = ["RegionGradients"]
@@ -48,7 +47,7 @@ class RegionGradients:
             kwargs: keyword inputs.
             copies: keep the gradients past the backward, which may write to them later.
         """
-        self._copies, self._module = copies, module
+        self._copies = copies
         self.arguments = arguments(args, kwargs)
         self.inputs = trees.tensors((args, kwargs))
         self._input_keys: dict[Any, Key] = {}
@@ -83,12 +82,18 @@ class RegionGradients:
         self.ran_again = False
 
     def attach(
-        self, output: Any, *, on_first: Callable[[], None], on_done: Callable[[], None]
+        self,
+        output: Any,
+        attributes: Mapping[str, Tensor],
+        *,
+        on_first: Callable[[], None],
+        on_done: Callable[[], None],
     ) -> bool:
         """Listen to the nodes that the call has made.
 
         Args:
             output: of the call.
+            attributes: tensors in plain attributes of the module after it.
             on_first: called when the backward first reaches the call.
             on_done: called when every node of the call has run.
 
@@ -96,7 +101,7 @@ class RegionGradients:
             False: no gradient can come.
         """
         self._on_first, self._on_done = on_first, on_done
-        outputs = self._gradient_sources(output)
+        outputs = self._gradient_sources(output, attributes)
         self.sources = [key for key, _ in outputs]
         self._source_keys = {
             _identity(tensor): key
@@ -165,13 +170,15 @@ class RegionGradients:
             if item.grad_fn is not None and item.grad_fn is not node
         ]
 
-    def _gradient_sources(self, output: Any) -> list[tuple[Key, Tensor]]:
+    def _gradient_sources(
+        self, output: Any, attributes: Mapping[str, Tensor]
+    ) -> list[tuple[Key, Tensor]]:
         """Outputs that carry a gradient of their own into the call, each once."""
         changed = self.changed_inputs()
         found: list[tuple[Key, Tensor]] = [(("input", place), item) for place, item in changed]
         taken = {_identity(item) for _, item in changed}
         roots = list(self.inputs)
-        for source, tensor in self._given(output):
+        for source, tensor in self._given(output, attributes):
             key = _identity(tensor)
             if not tensor.requires_grad or key in taken or key in self._input_keys:
                 continue
@@ -185,13 +192,13 @@ class RegionGradients:
             found.append((source, tensor))
         return found
 
-    def _given(self, output: Any) -> Iterator[tuple[Key, Tensor]]:
+    def _given(self, output: Any, attributes: Mapping[str, Tensor]) -> Iterator[tuple[Key, Tensor]]:
         """Outputs, and what the call has put into its arguments and into attributes."""
         for place, (_, tensor) in enumerate(trees.named_tensors(output)):
             yield ("output", place), tensor
         for name, tensor in trees.named_tensors(self.arguments):
             yield ("argument", name), tensor
-        for name, tensor in attribute_tensors(self._module).items():
+        for name, tensor in attributes.items():
             yield ("attribute", name), tensor
 
     def _is_outside(self, node: Any) -> bool:

@@ -232,8 +232,11 @@ class _Recorder:
                 call.output = trees.rebuilt(output, _frozen)
                 call.after = trees.rebuilt(call.region.arguments, _frozen)
                 call.buffers = copied_buffers(all_buffers(module), copied_together)
-                call.attributes = trees.rebuilt(attribute_tensors(module), _frozen)
-            call.region.attach(output, on_first=lambda: self._reached(name), on_done=_nothing)
+                attributes = attribute_tensors(module)
+                call.attributes = trees.rebuilt(attributes, _frozen)
+            call.region.attach(
+                output, attributes, on_first=lambda: self._reached(name), on_done=_nothing
+            )
             call.region.forget_inputs()
         except Exception as error:  # noqa: BLE001 - whatever it is, the step goes on
             call.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

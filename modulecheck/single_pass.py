@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from modulecheck import _torch, trees
+from modulecheck.attributes import attribute_tensors
 from modulecheck.backends import random_as_eager
+from modulecheck.buffers import all_buffers
 from modulecheck.comparing import ModuleCall
 from modulecheck.compilations import Compiled, CompileLog
 from modulecheck.distributed import CollectiveError, ranks_of, sharded_inside
@@ -211,10 +213,14 @@ class SinglePass:
             return
         replayed = self._replay(call, call.snapshot)
         call.random_differs = not torch.equal(random_after, replayed.random_after)
-        call.compare_forward(output, replayed)
+        attributes = attribute_tensors(call.module)
+        call.compare_forward(
+            output, replayed, buffers=all_buffers(call.module), attributes=attributes
+        )
         wants = replayed_wants_grad(replayed)
         has_backward = call.region.attach(
             output,
+            attributes,
             on_first=lambda: self._reached(call),
             on_done=lambda: self._done(call),
         )

@@ -179,7 +179,7 @@ def test_the_gradient_of_a_new_leaf_is_not_that_of_a_dropped_parameter() -> None
     module, x = Dropping(), torch.ones(3, requires_grad=True)
     region = RegionGradients(module, (x,), {})
     out = module(x)
-    region.attach(out, on_first=lambda: None, on_done=lambda: None)
+    region.attach(out, attribute_tensors(module), on_first=lambda: None, on_done=lambda: None)
     out.sum().backward()
     assert ("parameter", "gone") not in region.found
     assert region.has_unknown_edges
