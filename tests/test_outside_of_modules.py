@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modulecheck import PrecisionChecker
 from modulecheck.outer_state import OuterState
 from modulecheck.snapshot import copied_together
 from opcheck import Verdict
@@ -34,6 +33,7 @@ from tests.compiled import (
     wrong_backend,
 )
 from tests.step_equality import differences
+from tests.two_pass import two_pass
 
 pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -288,9 +288,8 @@ def test_copies_begin_with_what_was_there(wrong: bool, kind: type[Block]) -> Non
     workload = stack(Kind(kind))
     mark(workload.model)
     backend = wrong_backend(forward=add_to_one(0.01)) if wrong else "aot_eager"
-    checker = PrecisionChecker(backend=backend, single_pass=False)
-    checker.wrap_by_policy(workload.model, kind)
-    result = checker.compare(lambda model: workload.loss_fn(model, workload.batch), workload.model)
+    step = lambda model: workload.loss_fn(model, workload.batch)  # noqa: E731
+    result = two_pass(workload, kind, backend, step=step)
     assert outside() == there
     if wrong:
         assert result.suspects == [("blocks.1", "forward")], explain(result)
