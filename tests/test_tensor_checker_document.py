@@ -30,7 +30,7 @@ from modulecheck import (
 from opcheck import Verdict
 from tests import models
 from tests.compact_llama import NAMES, NO_COUNTERPART, CompactLlama
-from tests.hanging import HANGS_S
+from tests.on_ranks import finished
 
 
 @pytest.fixture
@@ -383,14 +383,14 @@ def run_ranks(folder: Path, kind: str) -> None:
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(folder), kind],
             env=environment,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(2)
     ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=HANGS_S)
-        assert process.returncode == 0, errors
+    said = finished(ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
 
 
 @pytest.mark.slow
