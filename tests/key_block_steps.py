@@ -58,12 +58,17 @@ NO_BACKWARD = {"inference_mode", "no_grad"}
 UNSEEN = {"without modes"}
 
 
+def small_net() -> nn.Module:
+    """[B, 6] to [B, 1], the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+
+
 class User:
     """Steps of a small model; with what each left, and whether anything is wrong in between."""
 
     def __init__(self, session: Any, *, trains: bool, is_seen: bool) -> None:
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+        self.net = small_net()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.session, self.trains, self.is_seen = session, trains, is_seen
         self.outputs: list[list[float]] = []
@@ -302,8 +307,7 @@ CALLS: dict[str, Callable[[nn.Module], Call]] = {
 
 
 def trained(call: Callable[[nn.Module], Call], session: Any) -> tuple[list[Any], list[int]]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+    net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     forward, x = call(net), X.clone().requires_grad_()
     modes = []
@@ -336,8 +340,7 @@ def of_call(name: str, arguments: dict[str, Any]) -> list[str]:
 
 def of_a_hook() -> list[str]:
     """Autograd puts the stack back after a backward within which a step was said to end."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+    net = small_net()
     modes = []
     with tempfile.TemporaryDirectory() as folder:
         session = opcheck.check(log_dir=folder, quiet=True, max_checks=1)
