@@ -27,6 +27,7 @@ DYNAMO_WARNS = pytest.mark.filterwarnings(
     "ignore:.*is deprecated.*:DeprecationWarning",
     "ignore:Torchinductor does not support code generation for complex",
 )
+MODES = pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
 CXX = shutil.which("g++") or shutil.which("clang++")
 INDUCTOR = pytest.param(
     "inductor",

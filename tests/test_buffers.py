@@ -13,12 +13,11 @@ from torch._dynamo.backends.debugging import aot_eager
 from modulecheck import PrecisionChecker
 from modulecheck.report import report_lines
 from opcheck.records import Verdict
-from tests.compiled import DYNAMO_WARNS
+from tests.compiled import DYNAMO_WARNS, MODES
 
 pytestmark = DYNAMO_WARNS
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
-MODES = pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
 
 
 class Keeps(nn.Module):

@@ -18,10 +18,9 @@ from modulecheck.attributes import Attributes
 from modulecheck.outer_state import MAX_VALUES
 from modulecheck.undisturbed import undisturbed
 from opcheck.records import Verdict
-from tests.compiled import DYNAMO_WARNS
+from tests.compiled import DYNAMO_WARNS, MODES
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
-MODES = pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
 
 
 class Counts:

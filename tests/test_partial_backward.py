@@ -12,12 +12,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from modulecheck import PrecisionChecker
 from opcheck.records import Verdict
-from tests.compiled import DYNAMO_WARNS
+from tests.compiled import DYNAMO_WARNS, MODES
 
 pytestmark = DYNAMO_WARNS
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
-MODES = pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 

@@ -17,6 +17,7 @@ from modulecheck import CompareResult, ModuleDiff, PrecisionChecker, TensorDiff
 from opcheck import Verdict
 from tests.compiled import (
     DYNAMO_WARNS,
+    MODES,
     WIDTH,
     Block,
     Kind,
@@ -32,7 +33,6 @@ from tests.models import Workload
 from tests.two_pass import step_of
 
 pytestmark = [DYNAMO_WARNS, pytest.mark.usefixtures("fresh_dynamo")]
-BOTH = pytest.mark.parametrize("single_pass", [True, False], ids=["single-pass", "two-pass"])
 
 
 def compare(
@@ -52,7 +52,7 @@ def compare(
 # ---- says PASS without having looked ------------------------------------------------------------
 
 
-@BOTH
+@MODES
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_wrong_output_in_a_dict_or_dataclass_fails(kind: str, single_pass: bool) -> None:
     workload = stack(kind)
@@ -62,7 +62,7 @@ def test_wrong_output_in_a_dict_or_dataclass_fails(kind: str, single_pass: bool)
     assert {name for name, _ in result.suspects} == {where}
 
 
-@BOTH
+@MODES
 def test_doubled_backward_with_a_tuple_output_fails(single_pass: bool) -> None:
     workload = stack("tuple")
     where = mark(workload.model)
@@ -113,7 +113,7 @@ class Pair(nn.Module):
         return three[:2] if torch.compiler.is_compiling() else three
 
 
-@BOTH
+@MODES
 def test_tuples_of_different_length_fail(single_pass: bool) -> None:
     workload = stack(Kind(Pair, lambda block, x: block(x)[0]))
     result = compare(workload, Pair, single_pass=single_pass)
@@ -121,7 +121,7 @@ def test_tuples_of_different_length_fail(single_pass: bool) -> None:
     assert "has 2 parts (0, 1), eager gives 3 parts" in explain(result)
 
 
-@BOTH
+@MODES
 def test_one_wrong_parameter_gradient_fails(single_pass: bool) -> None:
     workload = stack()
     where = mark(workload.model)
@@ -136,7 +136,7 @@ class Writes(nn.Module):
         return hidden + 1
 
 
-@BOTH
+@MODES
 def test_dropped_mutation_of_an_argument_fails(single_pass: bool) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         return lambda *args: graph(*[arg.clone() for arg in args])
@@ -177,7 +177,7 @@ class Flag(nn.Module):
         return hidden * flag
 
 
-@BOTH
+@MODES
 def test_silent_fall_back_to_eager_at_the_recompile_limit_is_no_pass(single_pass: bool) -> None:
     model = nn.ModuleDict({"flag": Flag()})
     checker = PrecisionChecker(single_pass=single_pass)
@@ -195,7 +195,7 @@ def test_silent_fall_back_to_eager_at_the_recompile_limit_is_no_pass(single_pass
 # ---- cries wolf ---------------------------------------------------------------------------------
 
 
-@BOTH
+@MODES
 @pytest.mark.parametrize("kind", ["dropout", "in_place_input", "in_place_output", "nan"])
 def test_correct_steps_pass(kind: str, single_pass: bool) -> None:
     """Dropout in train mode, in-place changes, NaN at the same place."""
@@ -207,7 +207,7 @@ class VarianceNorm(nn.Module):
         return inputs * torch.rsqrt(inputs.var(dim=-1, keepdim=True) + 1e-9)
 
 
-@BOTH
+@MODES
 def test_eager_can_be_the_wrong_side(single_pass: bool) -> None:
     """And so half precision is not judged by the tolerances of float32."""
 
@@ -228,7 +228,7 @@ def test_eager_can_be_the_wrong_side(single_pass: bool) -> None:
 # ---- harms the step -----------------------------------------------------------------------------
 
 
-@BOTH
+@MODES
 def test_batch_norm_counts_a_step_once_or_not_at_all(single_pass: bool) -> None:
     workload = stack("batch_norm")
     assert_pass(compare(workload, block_class("batch_norm"), single_pass=single_pass))
@@ -236,7 +236,7 @@ def test_batch_norm_counts_a_step_once_or_not_at_all(single_pass: bool) -> None:
     assert counts == [int(single_pass)] * 3
 
 
-@BOTH
+@MODES
 @pytest.mark.parametrize("fails", [True, False])
 def test_model_is_left_as_it_was(single_pass: bool, fails: bool) -> None:
     """Gradients, eval mode, hooks and compiled calls, also after an exception."""
@@ -265,7 +265,7 @@ def test_model_is_left_as_it_was(single_pass: bool, fails: bool) -> None:
     assert not any(item._forward_hooks or item._backward_hooks for item in model.modules())
 
 
-@BOTH
+@MODES
 def test_users_tensor_is_changed_once_or_not_at_all(single_pass: bool) -> None:
     hidden = torch.ones(2, 4)
     model = nn.Sequential(Writes())
@@ -275,13 +275,13 @@ def test_users_tensor_is_changed_once_or_not_at_all(single_pass: bool) -> None:
     assert torch.equal(hidden, torch.full((2, 4), 2.0 if single_pass else 1.0))
 
 
-@BOTH
+@MODES
 @pytest.mark.parametrize("kind", ["keyword_only", "by_keyword"])
 def test_keyword_arguments_are_no_crash(kind: str, single_pass: bool) -> None:
     assert_pass(compare(stack(kind), block_class(kind), single_pass=single_pass))
 
 
-@BOTH
+@MODES
 def test_empty_tensors_are_no_crash(single_pass: bool, capsys: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     checker = PrecisionChecker(single_pass=single_pass)
@@ -296,7 +296,7 @@ def test_empty_tensors_are_no_crash(single_pass: bool, capsys: Any) -> None:
 # ---- loses information --------------------------------------------------------------------------
 
 
-@BOTH
+@MODES
 def test_threshold_works(single_pass: bool) -> None:
     for threshold, passes in ((1e-1, True), (1e-6, False)):
         workload = stack()
@@ -306,7 +306,7 @@ def test_threshold_works(single_pass: bool) -> None:
         assert compare(workload, Block, backend, **options).all_pass == passes
 
 
-@BOTH
+@MODES
 def test_first_call_of_a_shared_module_is_kept(single_pass: bool) -> None:
     workload = stack("twice")
     where = mark(workload.model)
@@ -330,7 +330,7 @@ def edited(edit: Callable[[Tensor], Tensor]) -> Any:
     return backend
 
 
-@BOTH
+@MODES
 def test_wrong_imaginary_part_fails(single_pass: bool) -> None:
     model = nn.Sequential(Spectrum())
     backend = edited(lambda out: torch.complex(out.real, out.imag * 1.001))
@@ -341,7 +341,7 @@ def test_wrong_imaginary_part_fails(single_pass: bool) -> None:
     assert result.diffs[0].fwd_output[0].max_abs == pytest.approx(2e-3, rel=1e-3)
 
 
-@BOTH
+@MODES
 def test_difference_that_only_float64_can_hold_fails(single_pass: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4)).double()
     backend = edited(lambda out: out + 1e-11)
