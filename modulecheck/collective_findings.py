@@ -216,13 +216,26 @@ def _gathered(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
                 yield entry.rank, f"the part of {whose} {_NOT_GIVEN}", 0
 
 
+def _at_root(entries: Sequence[_Entry]) -> _Entry:
+    return next(entry for entry in entries if entry.rank == entry.data["root"])
+
+
 def _broadcast(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
-    root = entries[0].data["root"]
-    given = next(entry for entry in entries if entry.rank == root).digests("given")
-    for entry in entries:
+    return _from_root(entries, [0 for _ in entries])
+
+
+def _dealt(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
+    return _from_root(entries, range(len(entries)))
+
+
+def _from_root(entries: Sequence[_Entry], chunks: Sequence[int]) -> _Verdicts:
+    """Each rank has, of what the root gave, the chunk that is its own."""
+    root = _at_root(entries)
+    given = root.digests("given")
+    for chunk, entry in zip(chunks, entries, strict=True):
         for place, part in enumerate(entry.digests("got")):
-            if part[0].bits != given[place][0].bits:
-                yield entry.rank, f"it has not the bits that rank {root} gave", 0
+            if part[0].bits != given[place][chunk].bits:
+                yield entry.rank, f"it has not the bits that rank {root.rank} gave", 0
 
 
 def _exchanged(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
@@ -234,18 +247,9 @@ def _exchanged(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
                     yield entry.rank, f"the part of rank {ranks[source]} {_NOT_GIVEN}", 0
 
 
-def _dealt(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
-    root = entries[0].data["root"]
-    given = next(entry for entry in entries if entry.rank == root).digests("given")
-    for own, entry in enumerate(entries):
-        for place, part in enumerate(entry.digests("got")):
-            if part[0].bits != given[place][own].bits:
-                yield entry.rank, f"it has not the bits that rank {root} gave", 0
-
-
 def _reduced_to_one(ranks: tuple[int, ...], entries: Sequence[_Entry]) -> _Verdicts:
     given = [entry.digests("given") for entry in entries]
-    entry = next(entry for entry in entries if entry.rank == entries[0].data["root"])
+    entry = _at_root(entries)
     for place, part in enumerate(entry.digests("got")):
         reason, unsaid = _off([item[place][0] for item in given], part[0], entry)
         yield entry.rank, reason, unsaid

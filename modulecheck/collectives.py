@@ -211,11 +211,10 @@ def _parts(value: Any, num_ranks: int, *, split: bool) -> tuple[Part, ...]:
 
 def _chunks(value: Any, sizes: Sequence[int] | None, num_ranks: int) -> tuple[Part, ...]:
     """What goes to, or comes from, each rank: rows of one tensor, or one tensor each."""
-    if not isinstance(value, Tensor):
-        return (Part(tuple(value), tuple(value)),)
+    if not sizes or not isinstance(value, Tensor):
+        return (_part(value, num_ranks, split=True),)
     item = value.detach()
-    chunks = item.split(list(sizes)) if sizes else item.reshape(num_ranks, -1).unbind(0)
-    return (Part(tuple(chunks), (item,)),)
+    return (Part(tuple(item.split(list(sizes))), (item,)),)
 
 
 def _part(item: Tensor | Sequence[Tensor], num_ranks: int, *, split: bool) -> Part:
