@@ -50,7 +50,7 @@ class OuterState:
     places: tuple[Place, ...] = ()
     values: _Values = ()
     contents: tuple[Contents, ...] = ()
-    streams: tuple[Callable[[], None], ...] = field(default=())
+    streams: tuple[Callable[[], object], ...] = ()
     """Each puts a generator of random numbers back."""
     data: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """Tensors and arrays by id, each with a copy."""
@@ -265,18 +265,13 @@ def _is_torchs(kind: type) -> bool:
     return home in NOT_LOOKED_INTO and home not in ("builtins", "collections", "types")
 
 
-def _stream(value: Any) -> Callable[[], None] | None:
+def _stream(value: Any) -> Callable[[], object] | None:
     """Puts a generator of random numbers back to where it is now; None: it is none."""
     if isinstance(value, torch.Generator):
-        now = value.get_state()
-        return lambda: _set_state(value, now)
+        return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.Generator):
-        state = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", state)
+        bits = value.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
     return None
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)

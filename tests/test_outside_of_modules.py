@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import random
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -381,6 +382,34 @@ def test_what_was_forgotten_is_not_written_to_either() -> None:
         modules[0](torch.ones(2, 16))
         raise KeyboardInterrupt
     assert outside() == there
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_generators_draw_the_same_again_and_then_go_on(kind: str) -> None:
+    draw: Callable[[], float]
+    if kind == "torch":
+        of_torch = torch.Generator()
+        draw = lambda: float(torch.rand(1, generator=of_torch))  # noqa: E731
+    elif kind == "python":
+        of_python = random.Random(3)
+        draw = lambda: of_python.random()  # noqa: E731 - holds the generator itself
+    else:
+        of_numpy = np.random.default_rng(3)
+        draw = lambda: float(of_numpy.random())  # noqa: E731
+
+    class Draws(nn.Module):
+        def forward(self) -> float:
+            return draw()
+
+    module = Draws()
+    state = OuterState.of([module], copied_together)
+    first, second = module(), module()
+    assert first != second
+    state.put_back()
+    assert module() == first
+    with state.again(copied_together):
+        assert module() == first
+    assert module() == second
 
 
 def test_classes_and_closures_that_were_looked_at_are_let_go() -> None:
