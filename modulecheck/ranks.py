@@ -204,7 +204,8 @@ def merge_reports(
         LogWriteError: `out` cannot be written.
     """
     files, target = several_paths("paths", paths), a_path("out", out)
-    _check_arguments(files, target, scenario, ranks)
+    given = None if ranks is None else several("ranks", ranks, "a list of ranks, one a file")
+    _check_arguments(files, target, scenario, given)
     reports: list[RankReport] = []
     for place, file in enumerate(files):
         fields, rows = read_table(file)
@@ -212,7 +213,7 @@ def merge_reports(
         if fields == RANK_FIELDS:
             reports += _of_merged(file, rows)
             continue
-        rank = _rank_of(file) if ranks is None else ranks[place]
+        rank = _rank_of(file) if given is None else given[place]
         reports.append(RankReport.of_rows(rank, scenario or _scenario_of(file), rows))
     merged = MergedReport.of(reports)
     write_merged(merged, target)
@@ -234,7 +235,7 @@ def _check_arguments(
     if not files:
         raise ArgumentError("paths: expected at least one CSV report, got none")
     if ranks is not None:
-        for rank in several("ranks", ranks, "a list of ranks, one a file"):
+        for rank in ranks:
             a_count("ranks", rank)
         if len(ranks) != len(files):
             raise ArgumentError(f"ranks: expected {len(files)}, one a file, got {len(ranks)}")

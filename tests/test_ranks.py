@@ -109,6 +109,12 @@ def test_given_names_go_before_those_of_the_files(write, tmp_path):
     assert [(part.rank, part.scenario) for part in merged.reports] == [(0, "bf16"), (5, "bf16")]
 
 
+def test_ranks_and_paths_may_be_any_iterable(write, tmp_path):
+    parts = [write("a.csv", CLEAN), write("b.csv", CLEAN)]
+    merged = merge_reports(iter(parts), tmp_path / "all.csv", ranks=(rank for rank in (3, 7)))
+    assert [part.rank for part in merged.reports] == [3, 7]
+
+
 @pytest.mark.parametrize(
     ("files", "options", "error", "message"),
     [
