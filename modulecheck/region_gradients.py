@@ -55,12 +55,10 @@ class RegionGradients:
         for place, item in enumerate(self.inputs):
             if item.requires_grad:
                 self._input_keys.setdefault(_identity(item), ("input", place))
-        self._parameters: dict[int, Key] = {}
-        self._held: list[Tensor] = []
-        """Parameters until `attach`: the call may drop one and make another leaf, with its id."""
-        for name, item in module.named_parameters():
-            self._parameters[id(item)] = ("parameter", name)
-            self._held.append(item)
+        self._parameters: dict[int, tuple[Key, Tensor]] = {
+            id(item): (("parameter", name), item) for name, item in module.named_parameters()
+        }
+        """Held until `attach`: the call may drop one and make another leaf, with its id."""
         self._first_nr = _torch.next_sequence_nr()
         self._handles: list[Any] = []
         self._waiting: set[Any] = set()
@@ -123,7 +121,6 @@ class RegionGradients:
             if tensor.grad_fn is not None and not self._is_outside(tensor.grad_fn):
                 self._listen_to_output(key, tensor)
         self._parameters.clear()
-        self._held.clear()
         return bool(self._waiting)
 
     @property
@@ -149,8 +146,8 @@ class RegionGradients:
         for handle in self._handles:
             handle.remove()
         for container in (
-            self.inputs, self._input_keys, self._before, self._parameters, self._held,
-            self._handles, self._waiting, self._listened,
+            self.inputs, self._input_keys, self._before, self._parameters, self._handles,
+            self._waiting, self._listened,
         ):  # fmt: skip
             container.clear()
         self._on_done = self._on_first = None
@@ -220,7 +217,8 @@ class RegionGradients:
             key = self._input_keys.get((child, nr))
             source = None if key is not None else self._source_keys.get((child, nr))
             if key is None and variable is not None:
-                key = self._input_keys.get(id(variable)) or self._parameters.get(id(variable))
+                parameter, _ = self._parameters.get(id(variable), (None, None))
+                key = self._input_keys.get(id(variable)) or parameter
             if source is not None:
                 found.append(_Edge(place, child, source, inside=True))
             elif key is not None:
